@@ -1,0 +1,29 @@
+"""The toy model that the tests share, and the environment that they all run in"""
+import os
+
+os.environ.setdefault('HF_HUB_OFFLINE', '1')
+
+import copy
+
+import pytest
+import torch
+
+from minigpt.kernels import prepare_for_inference
+from minigpt.model import GPT, GPTConfig, init_weights
+
+LLAMA = dict(position='rope', norm='rms', activation='swiglu', bias=False, n_kv_head=2)
+GPT2 = dict(activation='gelu_tanh')
+
+
+def toy_model(**dials):
+    "Two layers, bytes, 64 tokens of context, weights far enough from zero that choices differ"
+    config = GPTConfig(**dict(vocab_size=256, max_seq_len=64, n_layer=2, n_head=4, n_embd=32) | dials)
+    model = init_weights(GPT(config), torch.Generator().manual_seed(0)).eval().requires_grad_(False)
+    for p in model.parameters(): p.mul_(4)
+    return model
+
+
+@pytest.fixture(scope='session')
+def prepared():
+    "Prepared models of both families, by name"
+    return {name: prepare_for_inference(copy.deepcopy(toy_model(**dials))) for name, dials in (('llama', LLAMA), ('gpt2', GPT2))}
