@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FORMAT_VERSION', 'model_tensors', 'optimizer_tensors', 'copy_tensors', 'CheckpointError', 'state_digest', 'sync',
-           'save_checkpoint', 'read_state', 'load_checkpoint', 'checkpoints', 'latest', 'identity', 'mismatches',
-           'Checkpointer', 'resume']
+           'save_checkpoint', 'write_files', 'read_state', 'is_whole', 'load_checkpoint', 'checkpoints', 'latest',
+           'identity', 'mismatches', 'Checkpointer', 'resume']
 
 # %% ../nbs/06_checkpoint.ipynb #29e8ee91
 import hashlib
@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -75,20 +76,27 @@ def save_checkpoint(
     optimizer: dict[str, Tensor],
     state: dict,  # JSON-able; `format`, `files` and `digest` are added
 ) -> Path:  # `folder`
-    "Write a checkpoint aside, push it to the disk, then give it its name"
+    "Write a checkpoint aside, push it to the disk, then give it its name; raises `CheckpointError` if it can't be written, and leaves nothing"
     folder = Path(folder)
     if folder.exists(): raise FileExistsError(f'{folder} exists; a checkpoint is never overwritten')
     aside = folder.with_name(f'.writing-{folder.name}')
     shutil.rmtree(aside, ignore_errors=True)  # what a killed process left
-    aside.mkdir(parents=True)
-    for name, tensors in (('model', model), ('optimizer', optimizer)): save_file(tensors, aside/f'{name}.safetensors')
-    files = {p.name: fingerprint(p) for p in sorted(aside.iterdir())}
-    state = dict(state, format=FORMAT_VERSION, files=files)
-    (aside/'state.json').write_text(json.dumps(state | dict(digest=state_digest(state)), indent=1, sort_keys=True), encoding='utf-8')
-    for path in (*sorted(aside.iterdir()), aside): sync(path)
-    aside.rename(folder)
+    try:
+        write_files(aside, model, optimizer, state)
+        aside.rename(folder)
+    except (OSError, SafetensorError) as e:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(f'{folder} could not be written: {e}') from e
     sync(folder.parent)
     return folder
+
+def write_files(folder: Path, model: dict[str, Tensor], optimizer: dict[str, Tensor], state: dict):
+    "The files of a checkpoint, pushed to the disk"
+    folder.mkdir(parents=True)
+    for name, tensors in (('model', model), ('optimizer', optimizer)): save_file(tensors, folder/f'{name}.safetensors')
+    state = dict(state, format=FORMAT_VERSION, files={p.name: fingerprint(p) for p in sorted(folder.iterdir())})
+    (folder/'state.json').write_text(json.dumps(state | dict(digest=state_digest(state)), indent=1, sort_keys=True), encoding='utf-8')
+    for path in (*sorted(folder.iterdir()), folder): sync(path)
 
 def read_state(
     folder: Path,
@@ -104,6 +112,12 @@ def read_state(
         if not (folder/name).exists(): raise CheckpointError(f'{folder}/{name} is missing')
         if verify and fingerprint(folder/name) != wanted: raise CheckpointError(f'{folder}/{name} is not as it was written')
     return state
+
+def is_whole(folder: Path, verify: bool = True) -> bool:
+    "Whether a checkpoint can be read; without `verify` the tensor files are not hashed"
+    try: read_state(folder, verify)
+    except CheckpointError: return False
+    return True
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict]:  # Weights, optimiser, numbers
     "Read a whole checkpoint, or raise `CheckpointError`"
@@ -146,7 +160,8 @@ def mismatches(saved: dict, now: dict) -> list[str]:
 class Checkpointer:
     "Saves a run after every `every` updates and at its end; keeps the newest `keep_last` and the best by validation loss"
     def __init__(self, root: Path, every: int, data: dict, log: MetricsLog, keep_last: int = 2):
-        if every < 1 or keep_last < 1: raise ValueError(f'every={every} and keep_last={keep_last} must be at least 1')
+        for name, value in dict(every=every, keep_last=keep_last).items():
+            if value < 1: raise ValueError(f'{name}={value} must be at least 1')
         self.root, self.every, self.data, self.log, self.keep_last = Path(root), every, data, log, keep_last
 
     def __call__(self, trainer: Trainer, metrics: dict):
@@ -154,9 +169,11 @@ class Checkpointer:
         if trainer.num_updates % self.every == 0 or trainer.num_updates == trainer.config.updates: self.save(trainer, metrics.get('val_loss'))
 
     def save(self, trainer: Trainer, val_loss: float | None = None) -> Path:
-        "Write a checkpoint of this moment (unless there is one) and forget old ones"
+        "Write a checkpoint of this moment (unless there is a whole one) and forget old ones"
         folder = self.root/f'step_{trainer.num_updates:08d}'
+        if folder.exists() and not is_whole(folder): shutil.rmtree(folder)
         if not folder.exists():
+            if self.log.path.exists(): sync(self.log.path)
             state = dict(update=trainer.num_updates, val_loss=val_loss, rng=trainer.streams.state_dict(), identity=identity(trainer, self.data),
                          model_config=asdict(trainer.model.config), train_config=asdict(trainer.config), metrics_offset=self.log.offset, machine=machine_identity())
             save_checkpoint(folder, model_tensors(trainer.model), optimizer_tensors(trainer), state)
@@ -164,8 +181,8 @@ class Checkpointer:
         return folder
 
     def prune(self):
-        "Remove all but the newest `keep_last` and the best"
-        folders = checkpoints(self.root)
+        "Remove all but the newest `keep_last` and the best; what can't be read is none of these, and is left to be looked at"
+        folders = [f for f in checkpoints(self.root) if is_whole(f, verify=False)]
         losses = {f: read_state(f, verify=False)['val_loss'] for f in folders}
         best = min((f for f in folders if losses[f] is not None), key=lambda f: losses[f], default=None)
         for f in folders[:-self.keep_last]:
@@ -182,6 +199,8 @@ def resume(
     weights, remembered, state = load_checkpoint(folder)
     wrong = mismatches(state['identity'], identity(trainer, data))
     if wrong: raise CheckpointError(f'{folder} belongs to another run: ' + '; '.join(wrong))
+    if log and log.offset < state['metrics_offset']:
+        raise CheckpointError(f"{log.path} has {log.offset} bytes, fewer than the {state['metrics_offset']} that {folder.name} saw")
     copy_tensors(model_tensors(trainer.model), weights)
     for key, t in remembered.items():
         field, name = key.split('.', 1)

@@ -4,16 +4,18 @@
 
 # %% auto #0
 __all__ = ['UsageError', 'Parser', 'field_helps', 'add_fields', 'given', 'say', 'progress_bar', 'prepare_with_bar', 'run_data',
-           'open_run', 'stop_on_interrupt', 'train_with_bar', 'run_train', 'run_generate', 'trace_to', 'run_serve',
-           'run_trace', 'run_doctor', 'run_bench', 'sample_text', 'stream_completion', 'ask_together', 'demo_training',
-           'demo_serving', 'run_demo', 'add_model_flags', 'make_parser', 'add_train_fields', 'add_sampling_fields',
-           'add_engine_fields', 'main', 'one_line']
+           'open_run', 'stop_on_interrupt', 'train_with_bar', 'only_one', 'lock_file', 'run_train', 'run_generate',
+           'trace_to', 'run_serve', 'run_trace', 'run_doctor', 'run_bench', 'sample_text', 'stream_completion',
+           'ask_together', 'demo_training', 'demo_serving', 'run_demo', 'add_model_flags', 'make_parser',
+           'add_train_fields', 'add_sampling_fields', 'add_engine_fields', 'main', 'one_line']
 
 # %% ../nbs/19_cli.ipynb #faff649c
 import argparse
 import inspect
 import json
+import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -97,40 +99,42 @@ def open_run(
     checkpoint_every: int,
 ):
     "A trainer and its checkpointer, new or resumed; raises `UsageError` before anything is written"
-    from minigpt.checkpoint import Checkpointer, latest, read_state
+    from minigpt.checkpoint import Checkpointer, checkpoints, latest, read_state
     from minigpt.checkpoint import resume as take_up
     from minigpt.data import RNGStreams, load_data
     from minigpt.model import GPT, PRESETS, GPTConfig, init_weights
     from minigpt.training import MetricsLog, TrainConfig, Trainer
     if preset not in PRESETS: raise UsageError(f"unknown preset {preset!r}; known are {', '.join(PRESETS)}")
-    prepared, problems = load_data(data), []
+    prepared, problems, log = load_data(data), [], MetricsLog(out/'metrics.jsonl')
+    if not resume and (log.offset or checkpoints(out/'checkpoints')): raise UsageError(f"{out} holds a run; go on with --resume, or choose another folder")
     checkpoint = latest(out/'checkpoints', problems)
     for problem in problems: say(f'skipped: {problem}')
-    if checkpoint and not resume: raise UsageError(f"{out} holds a run ({checkpoint.name}); go on with --resume, or choose another folder")
     if resume and not checkpoint: raise UsageError(f"{out} holds no whole checkpoint to resume from")
     state = read_state(checkpoint, verify=False) if checkpoint else dict(model_config=dict(PRESETS[preset]), train_config={})
     model_config = GPTConfig(**state['model_config'] | dict(vocab_size=prepared.tokenizer.vocab_size) | model_fields)
     train_config = TrainConfig(**state['train_config'] | train_fields)
     streams = RNGStreams(train_config.seed)
     trainer = Trainer(init_weights(GPT(model_config), streams.generator('init')), prepared.train, prepared.val, train_config, streams)
-    out.mkdir(parents=True, exist_ok=True)
-    log = MetricsLog(out/'metrics.jsonl')
-    if checkpoint: take_up(trainer, checkpoint, prepared.manifest, log)
-    else: log.cut(0)
-    prepared.tokenizer.save(out)
     saver = Checkpointer(out/'checkpoints', checkpoint_every, prepared.manifest, log)
+    if checkpoint: take_up(trainer, checkpoint, prepared.manifest, log)
+    out.mkdir(parents=True, exist_ok=True)
+    prepared.tokenizer.save(out)
     trainer.after_update += [log, saver]
     return trainer, saver
 
 # %% ../nbs/19_cli.ipynb #7d0fda6f
 @contextmanager
 def stop_on_interrupt():
-    "Yields an event that Ctrl-C or SIGTERM sets, instead of ending the program in the middle of something"
-    stop = threading.Event()
+    "Yields a list that Ctrl-C or SIGTERM makes true, instead of ending the program in the middle of something; the second one ends it"
+    stop: list[int] = []  # not an event: its lock could be held by the very code that a signal interrupts
     if threading.current_thread() is not threading.main_thread():
         yield stop  # signals are the main thread's
         return
-    before = {s: signal.signal(s, lambda *_: stop.set()) for s in (signal.SIGINT, signal.SIGTERM)}
+    def note(signum, frame):
+        stop.append(signum)
+        for s in before: signal.signal(s, signal.SIG_DFL)
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    for s in before: signal.signal(s, note)
     try: yield stop
     finally:
         for s, handler in before.items(): signal.signal(s, handler)
@@ -144,25 +148,50 @@ def train_with_bar(
     trainer.model.train()
     with stop_on_interrupt() as stop, progress_bar(until, 'update', initial=trainer.num_updates) as bar:
         val_loss = ''
-        while trainer.num_updates < until and not stop.is_set():
+        while trainer.num_updates < until and not stop:
             metrics = trainer.update()
             if 'val_loss' in metrics: val_loss = f" val {metrics['val_loss']:.3f}"
             bar.set_postfix_str(f"loss {metrics['loss']:.3f}{val_loss}", refresh=False)
             bar.update()
-        if trainer.num_updates % saver.every and trainer.num_updates < trainer.config.updates: saver.save(trainer)
-        return stop.is_set()
+        if trainer.num_updates: saver.save(trainer)
+        return bool(stop)
+
+@contextmanager
+def only_one(run: Path):
+    "Hold a run's folder, so that two processes don't train in it at once; raises `UsageError` if another one holds it"
+    lock, is_new = run/'training.lock', not run.exists()
+    run.mkdir(parents=True, exist_ok=True)
+    with open(lock, 'a+b') as file:
+        try: lock_file(file)
+        except OSError: raise UsageError(f"{run}: another process is training in this folder") from None
+        try: yield
+        finally:
+            file.close()
+            lock.unlink(missing_ok=True)
+            if is_new and not any(run.iterdir()): run.rmdir()
+
+def lock_file(file):
+    "Lock an open file until it is closed, even by a kill; raises `OSError` if someone else holds it"
+    if sys.platform == 'win32':
+        import msvcrt
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 def run_train(args: argparse.Namespace) -> int:
     "`minigpt train`; prints the last metrics, exit code 130 if it was interrupted"
     from minigpt.kernels import set_threads
     from minigpt.model import GPTConfig
     from minigpt.training import TrainConfig, read_metrics
+    if args.stop_at is not None and args.stop_at < 1: raise UsageError(f"--stop-at {args.stop_at} must be at least 1")
+    if args.resume and args.preset: raise UsageError(f"--preset {args.preset} can't be chosen with --resume: the run has its model")
     set_threads(args.threads)
     out = Path(args.out)
-    trainer, saver = open_run(Path(args.data), out, args.resume, args.preset, given(args, GPTConfig), given(args, TrainConfig), args.checkpoint_every)
-    until = min(args.stop_at or trainer.config.updates, trainer.config.updates)
-    interrupted = train_with_bar(trainer, saver, until)
-    print(json.dumps(read_metrics(out/'metrics.jsonl')[-1]))
+    with only_one(out):
+        trainer, saver = open_run(Path(args.data), out, args.resume, args.preset or 'nano', given(args, GPTConfig), given(args, TrainConfig), args.checkpoint_every)
+        interrupted = train_with_bar(trainer, saver, min(args.stop_at or trainer.config.updates, trainer.config.updates))
+    if trainer.num_updates: print(json.dumps(read_metrics(out/'metrics.jsonl')[-1]))
     if trainer.num_updates < trainer.config.updates:
         say(f"stopped after update {trainer.num_updates} of {trainer.config.updates}; go on with: minigpt train --data {args.data} --out {args.out} --resume")
     return 130 if interrupted else 0
@@ -188,27 +217,37 @@ def run_generate(args: argparse.Namespace) -> int:
 
 @contextmanager
 def trace_to(path: str | None):
-    "A function that appends step records to a file, or None"
+    "A function that writes step records to a new file, or None; a disk that fills up ends the trace, not the server"
     if path is None:
         yield None
         return
-    with open(path, 'w', encoding='utf-8', buffering=1) as file: yield lambda record: file.write(json.dumps(record) + '\n')
+    with open(path, 'x', encoding='utf-8', buffering=1) as file:
+        broken: list[OSError] = []
+        def write(record: dict):
+            try:
+                if not broken: file.write(json.dumps(record) + '\n')
+            except OSError as e:
+                broken.append(e)
+                say(f"the trace ends here: {path}: {e.strerror}")
+        yield write
 
 def run_serve(args: argparse.Namespace) -> int:
     "`minigpt serve`: answers over HTTP until Ctrl-C or SIGTERM"
     from minigpt.engine import Engine, EngineConfig
-    from minigpt.kernels import prepare_for_inference
+    from minigpt.kernels import prepare_for_inference, set_threads
     from minigpt.runner import EngineRunner
     from minigpt.server import create_app, serve_forever
     from minigpt.weights import load_model
     settings, loaded = EngineConfig(**given(args, EngineConfig)), load_model(args.model)
+    set_threads(settings.threads)  # the linears are probed with as many as will run
     if args.host not in ('127.0.0.1', 'localhost', '::1'): say(f'warning: {args.host} can be reached by other machines, and this server asks nobody who they are')
     with trace_to(args.trace) as on_record:
         engine = Engine(prepare_for_inference(loaded.model, settings.dtype), loaded.tokenizer, settings, on_record)
         with EngineRunner(engine, engine.set_threads) as runner:
             app = create_app(runner, loaded.tokenizer, loaded.name, engine.model_config.max_seq_len)
-            def ready(url): say(f"""{loaded.name}: {url}/v1  (Ctrl-C ends it)
-  curl {url}/v1/completions -H 'content-type: application/json' -d '{{"model": "{loaded.name}", "prompt": "The ", "max_tokens": 40, "stream": true}}'""")
+            def ready(url):
+                body = json.dumps(dict(model=loaded.name, prompt=loaded.tokenizer.decode([min(32, loaded.tokenizer.vocab_size - 1)]), max_tokens=40, stream=True))
+                say(f"{loaded.name}: {url}/v1  (Ctrl-C ends it)\n  curl {url}/v1/completions -H 'content-type: application/json' -d {shlex.quote(body)}")
             serve_forever(app, args.host, args.port, ready)
             if runner.error: raise RuntimeError(f'the engine failed: {runner.error}')
     return 0
@@ -382,7 +421,7 @@ def make_parser(command: str | None = None) -> Parser:  # Whose own flags are ne
     p = add('train', run_train, 'train a model, or go on with a run')
     p.add_argument('--data', required=True, metavar='DIR', help='made by `minigpt data`')
     p.add_argument('--out', required=True, metavar='RUN')
-    p.add_argument('--preset', default='nano', help='sizes to start from: nano, small, gpt2, smollm2-135m (default nano)')
+    p.add_argument('--preset', metavar='NAME', help='sizes to start from: nano, small, gpt2, smollm2-135m (default nano)')
     p.add_argument('--checkpoint-every', type=int, default=500, metavar='N')
     p.add_argument('--resume', action='store_true', help='go on from the newest whole checkpoint')
     p.add_argument('--stop-at', type=int, metavar='N', help='end this call after update N; the schedule stays that of --updates')
@@ -450,12 +489,17 @@ def main(
 ) -> int:  # Exit code: 0, 1 for failure, 2 for what can't be done as asked, 130 for Ctrl-C
     "The command line"
     argv = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, 'reconfigure'): stream.reconfigure(encoding='utf-8', errors='replace')  # pipes on Windows know few characters
     try:
         args = make_parser(argv[0] if argv else None).parse_args(argv)
         return args.function(args)
     except UsageError as e: message, code = str(e), 2
-    except (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError) as e: message, code = f'minigpt: {one_line(e)}', 2
+    except (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError) as e: message, code = f'minigpt: {one_line(e)}', 2
     except KeyboardInterrupt: message, code = 'minigpt: interrupted', 130
+    except BrokenPipeError:  # whoever read this has seen enough
+        sys.stdout = open(os.devnull, 'w')  # or Python complains at exit
+        return 0
     except (RuntimeError, OSError, FloatingPointError, ImportError) as e: message, code = f'minigpt: {one_line(e)}', 1
     say(message)
     return code

@@ -178,7 +178,7 @@ def num_params(config: GPTConfig, embeddings: bool = True) -> int:
 
 def flops_per_token(
     config: GPTConfig,
-    seq_len: int,  # Tokens that a token sees, on average twice what it really sees in causal training
+    seq_len: int,  # Length of a sequence; counted whole, though a causal token sees half of it on average
     training: bool = True,  # Forward and backward, or forward only
 ) -> float:
     "Floating-point operations for one token: 6 for each weight of a product, 12·heads·head_dim·seq_len a layer (Chowdhery et al. 2022, app. B)"

@@ -139,7 +139,8 @@ class Trainer:
     def run(self, until: int | None = None):  # Stop when so many updates are done; default all
         "Update until `until`"
         self.model.train()
-        while self.num_updates < min(self.config.updates, until or self.config.updates): self.update()
+        until = self.config.updates if until is None else min(until, self.config.updates)
+        while self.num_updates < until: self.update()
 
 # %% ../nbs/05_training.ipynb #20445be1
 class MetricsLog:

@@ -25,7 +25,8 @@ def drawing(
 ) -> SVG:
     "Wrap `body` as one drawing on a white ground, so that it reads on dark pages too"
     return SVG(f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}" '
-               f'style="background:#fff" font-family="sans-serif" font-size="10">{body}</svg>')
+               f'font-family="sans-serif" font-size="10">'
+               f'<rect width="100%" height="100%" fill="#fff"/>{body}</svg>')
 
 def label(x: float, y: float, text: str, anchor: str = 'middle') -> str:
     "SVG text at a point; `anchor` is `start`, `middle` or `end`"
@@ -57,14 +58,14 @@ def timeline_cells(
     rows, live = {}, set() if live is None else live
     for column, record in enumerate(records):
         ran = {s['id']: (str(s['num_tokens']), s['phase']) for s in record['scheduled']}
-        lost = {p['id'] for p in record['preempted']}
+        lost, ended = {p['id'] for p in record['preempted']}, {f['id'] for f in record['finished']}
         live |= {*record['arrived'], *ran, *lost}
         for i in sorted(live - rows.keys()): rows[i] = [('', '')] * column
         for i, cells in rows.items():
             if i in ran: cells.append(ran[i])
             elif i in lost: cells.append(('P', 'preempted'))
-            else: cells.append(('w', 'waiting') if i in live else ('', ''))
-        live -= {f['id'] for f in record['finished']}
+            else: cells.append(('w', 'waiting') if i in live and i not in ended else ('', ''))
+        live -= ended
     return rows
 
 # %% ../nbs/00_viz.ipynb #5d914819
