@@ -476,7 +476,8 @@ def add_train_fields(parser: argparse.ArgumentParser):
 def add_sampling_fields(parser: argparse.ArgumentParser):
     "Flags of `minigpt generate` that are fields of `SamplingParams`"
     from minigpt.sampling import SamplingParams
-    add_fields(parser, SamplingParams, skip=('stop', 'stop_token_ids', 'logprobs', 'include_stop_str_in_output'))
+    add_fields(parser, SamplingParams, skip=('n', 'logit_bias', 'allowed_token_ids', 'bad_words', 'stop', 'stop_token_ids', 'include_stop_str_in_output',
+                                             'logprobs', 'prompt_logprobs'))
 
 def add_engine_fields(parser: argparse.ArgumentParser):
     "Flags of `minigpt serve` that are fields of `EngineConfig`"

@@ -199,6 +199,12 @@ class PagedKVCache:
         self.positions = np.concatenate([np.arange(s.start, s.stop) for s in spans])
         self.row_tables = np.repeat(np.arange(len(spans)), [len(s) for s in spans])
         self.slots = torch.tensor([slot for t, s in zip(block_tables, spans) for slot in slot_mapping(t, s, self.block_size)])
+        self.seen = self.slots_seen() if njit is None else []
+
+    def copy(self, pairs: list[tuple[int, int]]):  # Blocks, from and to; no block is both
+        "Copy blocks in all layers, before anything is written"
+        source, target = (torch.tensor([b * self.block_size + i for b in blocks for i in range(self.block_size)]) for blocks in zip(*pairs))
+        for stored in (self.keys, self.values): stored[:, target] = stored[:, source]
 
     def attend(self,
         layer: int,
@@ -209,13 +215,13 @@ class PagedKVCache:
         "Write the rows' keys and values to their slots, then let each row attend to its own past"
         keys, values = self.keys[layer], self.values[layer]
         keys[self.slots], values[self.slots] = k, v
-        if njit is None: return paged_attend_torch(q, keys, values, self.seen())
+        if njit is None: return paged_attend_torch(q, keys, values, self.seen)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         with KERNEL_LOCK:
             attend_rows(q.contiguous().numpy(), keys.numpy(), values.numpy(), self.tables, self.row_tables, self.positions, self.block_size, out.numpy())
         return out
 
-    def seen(self) -> list[Tensor]:
+    def slots_seen(self) -> list[Tensor]:
         "For each row the slots it sees"
         return [torch.tensor(slot_mapping(self.tables[t], range(p + 1), self.block_size)) for t, p in zip(self.row_tables, self.positions)]
 

@@ -4,17 +4,20 @@
 
 # %% auto #0
 __all__ = ['uniform', 'fresh_seed', 'relative_probs', 'draw', 'BadLogits', 'check_row', 'apply_temperature', 'keep_min_p',
-           'best_ids', 'keep_only', 'keep_top_p', 'whole', 'real', 'items', 'SamplingParams', 'checked_params',
-           'turn_and_draw', 'sample', 'TokenLogprobs', 'logprobs_of', 'finish_reason', 'banned_until_min_tokens',
-           'first_stop', 'num_pending', 'StopChecker']
+           'best_ids', 'keep_only', 'keep_top_p', 'whole', 'real', 'items', 'checked_id', 'checked_text', 'biases',
+           'SamplingParams', 'checked_params', 'check_token_ids', 'turn_and_draw', 'sample', 'TokenLogprobs',
+           'logprobs_of', 'finish_reason', 'banned_until_min_tokens', 'ban', 'apply_bias', 'penalize_repetition',
+           'penalize_counts', 'TokenCounts', 'bad_sequences', 'completing', 'logit_stages', 'first_stop', 'num_pending',
+           'StopChecker']
 
 # %% ../nbs/08_sampling.ipynb #e911a4b5
 import hashlib
 import math
 import numbers
+import re
 import secrets
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,16 +61,17 @@ def draw(
 class BadLogits(RuntimeError): "A row of logits that no token can be chosen from; it fails the request that it belongs to, and no other"
 
 def check_row(
-    row: np.ndarray,      # Logits `(vocab_size,)`
-    num_banned: int = 0,  # How many of them were banned, for the message
+    row: np.ndarray,              # Logits `(vocab_size,)`
+    applied: Iterable[str] = (),  # What a request has done to them, for the message
 ):
     "Raise `BadLogits` if the row holds NaN or +inf, or nothing but −inf, and `ValueError` if it is not a row"
     if row.ndim != 1 or not row.size: raise ValueError(f"logits of shape {row.shape} must be one row, (vocab_size,)")
     token_id = int(row.argmax())  # of the first NaN, if there is one
     best = row[token_id]
     if np.isnan(best): raise BadLogits(f"{np.isnan(row).sum()} of {row.size} logits are NaN, the first at token id {token_id}")
-    if best == math.inf: raise BadLogits(f"the logit at token id {token_id} of {row.size} is +inf")
-    if best == -math.inf: raise BadLogits(f"all {row.size} logits are -inf" + (f" once {num_banned} are banned" if num_banned else ""))
+    after = ''.join(f" after {names}" for names in [', '.join(applied)] if names)
+    if best == math.inf: raise BadLogits(f"the logit at token id {token_id} of {row.size} is +inf{after}")
+    if best == -math.inf: raise BadLogits(f"all {row.size} logits are -inf{after}")
 
 # %% ../nbs/08_sampling.ipynb #2f6bda81
 def apply_temperature(
@@ -146,13 +150,41 @@ def real(
     if number > high: raise ValueError(f"{name}={value} must be at most {high}")
     return number
 
+# %% ../nbs/08_sampling.ipynb #0c1bb30c
 def items(
     name: str,  # What the sequence is called, for the message
     value,      # A list or tuple, or None for an empty one
+    check: Callable[[str, object], object],  # Takes an item's name and value, gives what to store, or raises `ValueError`
 ) -> tuple:
-    "`value` as a tuple, or `ValueError`"
+    "`value` as a tuple of checked items, or `ValueError`"
     if not isinstance(value, (list, tuple, type(None))): raise ValueError(f"{name}={value!r} must be a list")
-    return tuple(value or ())
+    return tuple(check(f'{name}[{i}]', item) for i, item in enumerate(value or ()))
+
+def checked_id(name: str, value) -> int:
+    "`value` as an int of at least 0, or `ValueError`"
+    return whole(name, value, 0)
+
+def checked_text(name: str, value) -> str:
+    "`value`, or `ValueError` unless it is a string with something in it"
+    if not isinstance(value, str): raise ValueError(f"{name}={value!r} must be a string")
+    if not value: raise ValueError(f"{name}='' must have at least 1 character")
+    return value
+
+# %% ../nbs/08_sampling.ipynb #7c86c461
+def biases(
+    name: str,  # What the mapping is called, for the message
+    value,      # A dict of token id → bias; JSON makes the ids strings. Or the pairs that this function gave, or None
+) -> tuple[tuple[int, float], ...]:
+    "`value` as pairs of token id and bias in the order of ids, or `ValueError`; at most 300"
+    if not isinstance(value, (dict, tuple, type(None))): raise ValueError(f"{name}={value!r} must be a dict of token id → number")
+    pairs = list(value.items() if isinstance(value, dict) else value or ())
+    if len(pairs) > 300: raise ValueError(f"{name} has {len(pairs)} entries, at most 300 are allowed")
+    found = {}
+    for key, bias in pairs:
+        i = checked_id(f'{name} key', int(key) if isinstance(key, str) and re.fullmatch('[0-9]{1,20}', key) else key)
+        if i in found: raise ValueError(f"{name} has token id {i} twice")
+        found[i] = real(f'{name}[{i}]', bias, -100, 100)
+    return tuple(sorted(found.items()))
 
 # %% ../nbs/08_sampling.ipynb #fd2f7091
 @dataclass(frozen=True)
@@ -162,43 +194,65 @@ class SamplingParams:
     top_k: int = 0            # Choose among this many best tokens; 0 or -1 for all, stored as 0
     top_p: float = 1.0        # Choose among the best tokens that hold this share of the probability, above 0
     min_p: float = 0.0        # Rule out what is less than this times as probable as the best, 0 to 1
+    n: int = 1                # Choices to write for the prompt, 1 to 64
     seed: int | None = None   # 0 to 2**64 - 1; None draws a fresh one, which is reported
     max_tokens: int = 16      # Generate at most this many, at least 1
     min_tokens: int = 0       # Rule out the end until this many are generated
-    stop: str | list[str] | tuple[str, ...] = ()         # End where one of these strings appears; stored as a tuple
-    stop_token_ids: list[int] | tuple[int, ...] = ()     # End after one of these tokens; stored as a tuple
+    presence_penalty: float = 0.0    # Taken off the logit of each token that was generated, −2 to 2
+    frequency_penalty: float = 0.0   # Taken off once for each time that it was generated, −2 to 2
+    repetition_penalty: float = 1.0  # Divides positive logits of tokens seen, in prompt or output, and multiplies negative ones; up to 10
+    logit_bias: dict[int, float] | tuple[tuple[int, float], ...] = ()  # Added by token id, −100 never, 100 no other; stored as pairs
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None       # Choose among these, at least 1; stored as a sorted tuple
+    bad_words: list[str] | tuple[str, ...] = ()       # Texts that must not be generated, at most 300; stored as a tuple
+    stop: str | list[str] | tuple[str, ...] = ()      # End where one of these strings appears; stored as a tuple
+    stop_token_ids: list[int] | tuple[int, ...] = ()  # End after one of these tokens; stored as a tuple
     include_stop_str_in_output: bool = False  # Leave the stop string at the end of the text
     ignore_eos: bool = False                  # Go on after the end-of-sequence token
     logprobs: int | None = None               # Report the chosen token's logprob and those of this many best, 0 to 20
+    prompt_logprobs: int | None = None        # Report the same for each token of the prompt but the first, 0 to 20
 
     def __post_init__(self):
         for name, value in checked_params(self).items(): object.__setattr__(self, name, value)
 
     @property
-    def is_greedy(self) -> bool:
-        "Whether the best token is always taken; closer to 0 than 1e-5 no other has a chance worth the division"
-        return self.temperature < 1e-5
+    def is_greedy(self) -> bool: return self.temperature < 1e-5  # closer to 0 no other token has a chance worth the division
 
 # %% ../nbs/08_sampling.ipynb #53eb706b
 def checked_params(
     params: SamplingParams,
 ) -> dict:  # Field → the value to store
     "Check each field and bring it into the form in which it is stored"
-    stop = (params.stop,) if isinstance(params.stop, str) else items('stop', params.stop)
-    for i, text in enumerate(stop):
-        if not isinstance(text, str): raise ValueError(f"stop[{i}]={text!r} must be a string")
-        if not text: raise ValueError(f"stop[{i}]='' must have at least 1 character")
+    p, stop = params, (params.stop,) if isinstance(params.stop, str) else params.stop
+    def optional(name, high): return None if getattr(p, name) is None else whole(name, getattr(p, name), 0, high)
     for name in ('include_stop_str_in_output', 'ignore_eos'):
-        if not isinstance(getattr(params, name), bool): raise ValueError(f"{name}={getattr(params, name)!r} must be True or False")
-    if params.top_p == 0: raise ValueError(f"top_p={params.top_p} must be greater than 0")
-    max_tokens = whole('max_tokens', params.max_tokens, 1)
-    return dict(
-        temperature=real('temperature', params.temperature, 0), top_k=max(0, whole('top_k', params.top_k, -1)),
-        top_p=real('top_p', params.top_p, 0, 1), min_p=real('min_p', params.min_p, 0, 1),
-        seed=None if params.seed is None else whole('seed', params.seed, 0, 2**64 - 1),
-        max_tokens=max_tokens, min_tokens=whole('min_tokens', params.min_tokens, 0, max_tokens), stop=stop,
-        stop_token_ids=tuple(whole(f'stop_token_ids[{i}]', t, 0) for i, t in enumerate(items('stop_token_ids', params.stop_token_ids))),
-        logprobs=None if params.logprobs is None else whole('logprobs', params.logprobs, 0, 20))
+        if not isinstance(getattr(p, name), bool): raise ValueError(f"{name}={getattr(p, name)!r} must be True or False")
+    numbers = {name: real(name, getattr(p, name), *bounds) for name, *bounds in (
+        ('temperature', 0), ('top_p', 0, 1), ('min_p', 0, 1), ('presence_penalty', -2, 2), ('frequency_penalty', -2, 2),
+        ('repetition_penalty', 0, 10))}
+    for name in ('top_p', 'repetition_penalty'):
+        if numbers[name] == 0: raise ValueError(f"{name}={getattr(p, name)} must be greater than 0")
+    max_tokens = whole('max_tokens', p.max_tokens, 1)
+    allowed = None if p.allowed_token_ids is None else items('allowed_token_ids', p.allowed_token_ids, checked_id)
+    if allowed == (): raise ValueError(f"allowed_token_ids={p.allowed_token_ids!r} must have at least 1 token id")
+    bad_words = items('bad_words', p.bad_words, checked_text)
+    if len(bad_words) > 300: raise ValueError(f"bad_words has {len(bad_words)} entries, at most 300 are allowed")
+    return numbers | dict(
+        n=whole('n', p.n, 1, 64), top_k=max(0, whole('top_k', p.top_k, -1)), seed=optional('seed', 2**64 - 1),
+        max_tokens=max_tokens, min_tokens=whole('min_tokens', p.min_tokens, 0, max_tokens), bad_words=bad_words,
+        logit_bias=biases('logit_bias', p.logit_bias), allowed_token_ids=allowed and tuple(sorted(set(allowed))),
+        stop=items('stop', stop, checked_text), stop_token_ids=items('stop_token_ids', p.stop_token_ids, checked_id),
+        logprobs=optional('logprobs', 20), prompt_logprobs=optional('prompt_logprobs', 20))
+
+# %% ../nbs/08_sampling.ipynb #f7eb99a3
+def check_token_ids(
+    params: SamplingParams,
+    vocab_size: int,
+):
+    "Raise `ValueError` for a token id in a field of `params` that the vocabulary does not have"
+    biased, allowed = [i for i, _ in params.logit_bias], params.allowed_token_ids or ()
+    for name, token_ids in dict(stop_token_ids=params.stop_token_ids, logit_bias=biased, allowed_token_ids=allowed).items():
+        for i in token_ids:
+            if i >= vocab_size: raise ValueError(f"{name} has token id {i}, it must be at most {vocab_size - 1}")
 
 # %% ../nbs/08_sampling.ipynb #3d31f387
 def turn_and_draw(
@@ -216,19 +270,17 @@ def sample(
     logits: np.ndarray,          # `(vocab_size,)`; left as it is
     params: SamplingParams,
     u: float,                    # In [0, 1), from `uniform`; a greedy request does not use it
-    banned: Iterable[int] = (),  # Token ids that must not be chosen; one outside the vocabulary can't be anyway
+    stages: dict[str, Callable[[np.ndarray], np.ndarray]] | None = None,  # Name → row → row, applied first; from `logit_stages`
 ) -> int:                        # Token id
-    "Choose the next token: the best if greedy, else as after temperature → `min_p` → `top_k` → `top_p` → `draw`; raises `BadLogits`"
+    "Choose the next token: `stages`, then the best if greedy, else temperature → `min_p` → `top_k` → `top_p` → `draw`; raises `BadLogits`"
     check_row(logits)
-    banned = [i for i in banned if 0 <= i < logits.size]
-    if banned:
-        logits = logits.copy()
-        logits[banned] = -math.inf
-        check_row(logits, len(banned))
-    if params.is_greedy: return int(logits.argmax())  # the first of equals
-    if not params.top_k: return turn_and_draw(logits, params, u)
-    token_ids = np.sort(best_ids(logits, params.top_k))
-    return int(token_ids[turn_and_draw(logits[token_ids], params, u)])
+    row = logits
+    for stage in (stages or {}).values(): row = stage(row)
+    if row is not logits: check_row(row, stages)
+    if params.is_greedy: return int(row.argmax())  # the first of equals
+    if not params.top_k: return turn_and_draw(row, params, u)
+    token_ids = np.sort(best_ids(row, params.top_k))
+    return int(token_ids[turn_and_draw(row[token_ids], params, u)])
 
 # %% ../nbs/08_sampling.ipynb #afefe8f5
 @dataclass(frozen=True)
@@ -243,6 +295,7 @@ def logprobs_of(
     logits: np.ndarray,  # `(vocab_size,)`, as the model gave them
     token_id: int,       # The token to report, chosen or given
     top: int = 0,        # How many of the best tokens to report with it
+    num_named: int | None = None,  # Only ids below this may be among the best; some models have rows for ids without a token
 ) -> TokenLogprobs:
     "Log-softmax in float64 of one token and of the `top` best; raises `BadLogits`"
     check_row(logits)
@@ -250,7 +303,7 @@ def logprobs_of(
     best, log_total = float(logits.max()), math.log(relative_probs(logits).sum())
     def logprob(i): return max(float(logits[i]) - best - log_total, -9999.)
     rank = 1 + int((logits > logits[token_id]).sum()) + int((logits[:token_id] == logits[token_id]).sum())
-    top_ids = best_ids(logits, top).tolist() if top else []
+    top_ids = best_ids(logits[:num_named], top).tolist() if top else []
     return TokenLogprobs(token_id, logprob(token_id), rank, tuple((i, logprob(i)) for i in top_ids))
 
 # %% ../nbs/08_sampling.ipynb #f28e8196
@@ -273,11 +326,120 @@ def banned_until_min_tokens(
     params: SamplingParams,
     eos_token_id: int | None,  # The tokenizer's, if it has one
     num_output_tokens: int,    # Generated so far
-) -> tuple[int, ...]:          # Token ids for `sample`'s `banned`
+) -> tuple[int, ...]:          # Token ids
     "The tokens that would end the reply, while it has fewer than `min_tokens`; none after that"
     if num_output_tokens >= params.min_tokens: return ()
     eos = () if eos_token_id is None or params.ignore_eos else (eos_token_id,)
     return eos + params.stop_token_ids
+
+# %% ../nbs/08_sampling.ipynb #6e5a8e35
+def ban(
+    row: np.ndarray,           # Logits `(vocab_size,)`
+    token_ids: Iterable[int],  # Who must not come; one outside the vocabulary can't anyway
+) -> np.ndarray:               # The same array if nobody is left out
+    "Rule out these tokens"
+    token_ids = [i for i in token_ids if 0 <= i < row.size]
+    if not token_ids: return row
+    row = row.copy()
+    row[token_ids] = -math.inf
+    return row
+
+def apply_bias(
+    row: np.ndarray,        # Logits `(vocab_size,)`
+    token_ids: np.ndarray,  # Different ones
+    values: np.ndarray,     # To add to each: −100 rules it out, 100 rules out all that have no 100 and adds nothing
+) -> np.ndarray:            # Float64
+    "Add a number to some tokens' logits (OpenAI API, `logit_bias`)"
+    row, forced = row.astype(np.float64), values == 100
+    row[token_ids] += np.where(forced, 0, np.where(values == -100, -math.inf, values))
+    return keep_only(row, token_ids[forced]) if forced.any() else row
+
+# %% ../nbs/08_sampling.ipynb #019e42e3
+def penalize_repetition(
+    row: np.ndarray,   # Logits `(vocab_size,)`
+    seen: np.ndarray,  # `(vocab_size,)`, True for a token of the prompt or the output
+    penalty: float,    # Above 0; 1 changes nothing, below 1 favours what was seen
+) -> np.ndarray:       # Float64
+    "Divide positive logits of tokens that were seen, multiply negative ones (after Keskar et al. 2019, §4.1)"
+    row = row.astype(np.float64)
+    old = row[seen]
+    with np.errstate(over='ignore'): row[seen] = np.where(old > 0, old / penalty, old * penalty)
+    return row
+
+def penalize_counts(
+    row: np.ndarray,     # Logits `(vocab_size,)`
+    counts: np.ndarray,  # `(vocab_size,)`, how often each token was generated, or whether it was
+    penalty: float,      # Below 0 it favours what was generated
+) -> np.ndarray:         # Float64
+    "Take `penalty` off for each count (OpenAI API, `frequency_penalty` and `presence_penalty`)"
+    return row - penalty * counts.astype(np.float64)
+
+# %% ../nbs/08_sampling.ipynb #ac9d6bbf
+class TokenCounts:
+    "How often each token was generated, and which were seen at all; counts what is new when it is asked"
+    def __init__(
+        self,
+        prompt_token_ids: list[int],
+        output_token_ids: list[int],  # The caller's own list, which may only grow
+    ):
+        self.prompt_token_ids, self.output_token_ids, self.num_counted = prompt_token_ids, output_token_ids, 0
+        self.counts = self.seen = None
+
+    def catch_up(self, vocab_size: int) -> 'TokenCounts':
+        "Itself, with `counts` and `seen`, each `(vocab_size,)`, of all tokens so far"
+        if self.counts is None:
+            self.counts, self.seen = np.zeros(vocab_size, np.int32), np.zeros(vocab_size, bool)
+            self.seen[[i for i in self.prompt_token_ids if i < vocab_size]] = True
+        for token_id in self.output_token_ids[self.num_counted:]:
+            self.counts[token_id] += 1
+            self.seen[token_id] = True
+        self.num_counted = len(self.output_token_ids)
+        return self
+
+# %% ../nbs/08_sampling.ipynb #0e098bc5
+def bad_sequences(
+    words: tuple[str, ...],                # As in `bad_words`
+    encode: Callable[[str], list[int]],    # A tokenizer's, without any token that it puts before a text
+) -> list[tuple[list[int], int]]:          # `(what comes before, last token)`, each once
+    "The tokens of each word, with and without a blank before it"
+    found = []
+    for text in (blank + (word.lstrip() or word) for word in words for blank in ('', ' ')):
+        try: token_ids = encode(text)
+        except ValueError: continue  # the vocabulary can't write it
+        if token_ids and (token_ids[:-1], token_ids[-1]) not in found: found.append((token_ids[:-1], token_ids[-1]))
+    return found
+
+def completing(
+    output_token_ids: list[int],
+    sequences: list[tuple[list[int], int]],  # From `bad_sequences`
+) -> list[int]:                              # Token ids
+    "The tokens that would complete one of `sequences`"
+    return [last for before, last in sequences if not before or output_token_ids[-len(before):] == before]
+
+# %% ../nbs/08_sampling.ipynb #9b0996da
+def logit_stages(
+    params: SamplingParams,
+    prompt_token_ids: list[int],
+    output_token_ids: list[int],     # The caller's own list, which may only grow
+    eos_token_id: int | None = None,
+    sequences: list[tuple[list[int], int]] = (),  # From `bad_sequences`
+) -> dict[str, Callable[[np.ndarray], np.ndarray]]:  # For `sample`; each leaves the row it is given as it is
+    "What a request asks to be done to each row of logits before the dials, in this order, and nothing for what it did not ask"
+    counts = TokenCounts(prompt_token_ids, output_token_ids)
+    allowed = np.array(params.allowed_token_ids or (), int)
+    biased, values = (np.array(x) for x in zip(*params.logit_bias)) if params.logit_bias else ((), ())
+    stages = dict(
+        allowed_token_ids=(allowed.size, lambda row: keep_only(row, allowed)),
+        bad_words=(sequences, lambda row: ban(row, completing(output_token_ids, sequences))),
+        logit_bias=(params.logit_bias, lambda row: apply_bias(row, biased, values)),
+        repetition_penalty=(params.repetition_penalty != 1, lambda row: penalize_repetition(
+            row, counts.catch_up(row.size).seen, params.repetition_penalty)),
+        frequency_penalty=(params.frequency_penalty, lambda row: penalize_counts(
+            row, counts.catch_up(row.size).counts, params.frequency_penalty)),
+        presence_penalty=(params.presence_penalty, lambda row: penalize_counts(
+            row, counts.catch_up(row.size).counts > 0, params.presence_penalty)),
+        min_tokens=(params.min_tokens, lambda row: ban(row, banned_until_min_tokens(params, eos_token_id, len(output_token_ids)))))
+    return {name: stage for name, (is_on, stage) in stages.items() if is_on}
 
 # %% ../nbs/08_sampling.ipynb #589d211a
 def first_stop(

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['RECORD_VERSION', 'KEYFRAME_EVERY', 'RequestState', 'Request', 'Scheduled', 'StepPlan', 'StepRecord', 'Limits',
-           'QueueFull', 'check_fits', 'choose_victim', 'lend', 'release', 'Scheduler', 'preempt', 'make_room',
-           'why_not', 'admit', 'block_tables', 'explain', 'read_trace']
+           'QueueFull', 'check_fits', 'num_fork_copies', 'num_growth_blocks', 'Ledger', 'choose_victim', 'Scheduler',
+           'share_of', 'preempt', 'make_room', 'counted', 'head_of', 'num_promised', 'why_not', 'admit', 'apply_record',
+           'block_tables', 'explain', 'read_trace']
 
 # %% ../nbs/12_scheduler.ipynb #f97b1452
 import json
@@ -13,23 +14,33 @@ from bisect import insort
 from dataclasses import dataclass, field
 from enum import Enum
 
-# %% ../nbs/12_scheduler.ipynb #8398796d
-from .paging import BlockPool, blocks_needed
+# %% ../nbs/12_scheduler.ipynb #ef5b5827
+from .paging import BlockPool, audit, blocks_needed
+from .prefix_cache import Entry, PrefixCache, extend_keys, root_key
 
-# %% ../nbs/12_scheduler.ipynb #1d4a02ae
+# %% ../nbs/12_scheduler.ipynb #36fb3789
 class RequestState(Enum):
     WAITING, RUNNING, FINISHED = 'waiting', 'running', 'finished'
 
 @dataclass(eq=False)
 class Request:
-    "A prompt on its way to an answer; plain numbers only"
+    "A prompt on its way to an answer"
     id: str
     token_ids: list[int]  # The prompt; the answer is appended
     max_tokens: int  # Longest answer
-    num_prompt_tokens: int = 0  # Filled in
-    arrival: int = -1  # Place in the order of arrival; kept through preemption
+    num_choices: int = 1  # Answers that will fork from this one when its prompt is computed, itself included
+    priority: int = 0  # Lower goes first
+    key: str = ''  # Whose it is: keys are served in turns
+    salt: str | None = None  # Prefixes are shared between equal salts only
+    deadline: float | None = None  # On the caller's clock
+    reads_cache: bool = True  # False: every prompt token is computed, because its logits are asked for
+    num_prompt_tokens: int = 0  # Filled in, like all that follows
+    arrival: int = -1  # Place in the order of arrival, kept through preemption
     num_computed_tokens: int = 0  # Of `token_ids`, those whose keys and values are in the cache
+    num_cached_tokens: int | None = None  # Of the prompt, those found at the first admission
     block_table: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)  # Of the full blocks of `token_ids`, hashed so far
+    entries: list[Entry] = field(default_factory=list)  # Of the first blocks of the table: found, or entered once computed
     state: RequestState = RequestState.WAITING
 
     def __post_init__(self): self.num_prompt_tokens = len(self.token_ids)
@@ -37,8 +48,10 @@ class Request:
     def num_tokens(self) -> int: return len(self.token_ids)
     @property
     def num_uncomputed_tokens(self) -> int: return self.num_tokens - self.num_computed_tokens
+    @property
+    def order(self) -> tuple[int, int]: return self.priority, self.arrival
 
-# %% ../nbs/12_scheduler.ipynb #d96c9451
+# %% ../nbs/12_scheduler.ipynb #ed472a03
 @dataclass(frozen=True)
 class Scheduled:
     "One request's part of a step"
@@ -50,17 +63,32 @@ class Scheduled:
     def catches_up(self) -> bool: return self.start + self.num_tokens == self.request.num_tokens
     @property
     def phase(self) -> str: return 'decode' if self.num_tokens == 1 and self.start >= self.request.num_prompt_tokens else 'prefill'
+    @property
+    def num_kv_reads(self) -> int: return self.num_tokens * self.start + self.num_tokens * (self.num_tokens + 1) // 2
 
 @dataclass
 class StepPlan:
-    "What a step will run"
+    "What a step will run; copies of blocks come before everything else"
     step: int
     scheduled: list[Scheduled] = field(default_factory=list)
+    copies: dict[str, tuple[int, int]] = field(default_factory=dict)  # Request id → block to copy, and where to
+    num_tokens: int = 0
+    num_kv_reads: int = 0  # Tokens that attention looks at, over all rows
 
-    @property
-    def num_tokens(self) -> int: return sum(s.num_tokens for s in self.scheduled)
+    def add(self, request: Request, num_tokens: int):
+        "Let a request catch up by so many tokens"
+        s = Scheduled(request, request.num_computed_tokens, num_tokens)
+        self.scheduled.append(s)
+        self.num_tokens, self.num_kv_reads = self.num_tokens + s.num_tokens, self.num_kv_reads + s.num_kv_reads
 
-# %% ../nbs/12_scheduler.ipynb #f7a97f3c
+    def drop(self, request: Request):
+        "Take a request out again, if it is in"
+        self.copies.pop(request.id, None)
+        for s in [s for s in self.scheduled if s.request is request]:
+            self.scheduled.remove(s)
+            self.num_tokens, self.num_kv_reads = self.num_tokens - s.num_tokens, self.num_kv_reads - s.num_kv_reads
+
+# %% ../nbs/12_scheduler.ipynb #b3353e09
 RECORD_VERSION, KEYFRAME_EVERY = 1, 64
 
 @dataclass
@@ -73,9 +101,13 @@ class StepRecord:
     admitted: list[str] = field(default_factory=list)  # From waiting to running
     scheduled: list[dict] = field(default_factory=list)  # id, start, num_tokens, phase: `prefill` or `decode`
     preempted: list[dict] = field(default_factory=list)  # id, num_computed_tokens (lost), reason
-    finished: list[dict] = field(default_factory=list)  # id, reason: `stop`, `length`, `abort` or `error`
+    finished: list[dict] = field(default_factory=list)  # id, reason: `stop`, `length`, `abort`, `deadline` or `error`
+    found: dict[str, list[int]] = field(default_factory=dict)  # Blocks of a prefix hit: a table's first ones
     allocated: dict[str, list[int]] = field(default_factory=dict)  # Block ids added to a table's end
+    copied: dict[str, list[int]] = field(default_factory=dict)  # A shared block and the one that takes its place in a table
+    forked: dict[str, str] = field(default_factory=dict)  # New request → the one whose table it copies
     released: dict[str, list[int]] = field(default_factory=dict)  # Block ids given back, last of the table first
+    evicted: list[int] = field(default_factory=list)  # Blocks whose contents could have been found, now lent to someone
     num_waiting: int = 0  # At the end of the step
     head_waits: str | None = None  # Why the first of them was not admitted
     num_free_blocks: int = 0  # At the end of the step
@@ -88,197 +120,365 @@ class StepRecord:
         "As it is written to disk; shares its lists with the record"
         return dict(vars(self))
 
-# %% ../nbs/12_scheduler.ipynb #2dd683a7
+# %% ../nbs/12_scheduler.ipynb #5f05b2fc
 @dataclass(frozen=True)
 class Limits:
     "What a scheduler keeps to; raises `ValueError` for numbers that don't fit together"
     block_size: int  # Tokens per block
     max_seq_len: int  # The model's context
-    max_num_seqs: int = 16  # Seats: requests that run together
+    max_num_seqs: int = 16  # Seats: answers that are written together
     max_num_batched_tokens: int = 512  # Token budget of a step
+    max_num_kv_reads: int | None = None  # A second budget: tokens that attention looks at in a step
+    max_chunk_tokens: int | None = None  # Longest piece of a prompt in a step, unless it is alone
     enable_chunked_prefill: bool = True  # A prompt may be cut by the budget; else the budget must hold a whole context
-    max_waiting_requests: int = 256
+    enable_prefix_caching: bool = True
+    full_reservation: bool = False  # A request enters only when its longest answer fits beside those of all others
+    watermark_blocks: int = 0  # Left free at admission, so that those who run can grow; not when nobody runs
+    max_waiting_requests: int = 256  # Answers, that is: `n` choices count `n`
+    max_waiting_tokens: int | None = None
 
     def __post_init__(self):
-        for name in ('block_size', 'max_seq_len', 'max_num_seqs', 'max_num_batched_tokens', 'max_waiting_requests'):
-            if getattr(self, name) < 1: raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        optional = ('max_num_kv_reads', 'max_chunk_tokens', 'max_waiting_tokens')
+        for name in ('block_size', 'max_seq_len', 'max_num_seqs', 'max_num_batched_tokens', 'max_waiting_requests', *optional):
+            value = getattr(self, name)
+            if value is None and name in optional: continue
+            if value < 1: raise ValueError(f"{name}={value} must be at least 1")
+        if self.watermark_blocks < 0: raise ValueError(f"watermark_blocks={self.watermark_blocks} must be at least 0")
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_seq_len:
             raise ValueError(f"without chunked prefill max_num_batched_tokens={self.max_num_batched_tokens} must be at least the context of {self.max_seq_len}")
 
-# %% ../nbs/12_scheduler.ipynb #6070cc35
-class QueueFull(RuntimeError): "As many requests wait as may; try again later"
+# %% ../nbs/12_scheduler.ipynb #639271a8
+class QueueFull(RuntimeError): "As many wait as may; try again later"
 
 def check_fits(
     num_prompt_tokens: int,
     max_tokens: int,  # Longest answer
     limits: Limits,
     num_blocks: int,  # The whole pool
+    num_choices: int = 1,
 ):
     "Raise `ValueError` for a request that could not run even if it were alone"
+    l = limits
     if num_prompt_tokens < 1: raise ValueError("the prompt has 0 tokens, at least 1 is needed")
-    if num_prompt_tokens >= limits.max_seq_len:
-        raise ValueError(f"a prompt of {num_prompt_tokens} tokens leaves no room for an answer in a context of {limits.max_seq_len}")
-    needed = blocks_needed(min(num_prompt_tokens + max_tokens, limits.max_seq_len), limits.block_size)
-    if needed > num_blocks: raise ValueError(f"prompt and answer may need {needed} blocks of {limits.block_size} tokens, the whole pool has {num_blocks}")
+    if num_prompt_tokens >= l.max_seq_len: raise ValueError(f"a prompt of {num_prompt_tokens} tokens leaves no room for an answer in a context of {l.max_seq_len}")
+    if num_choices > l.max_num_seqs: raise ValueError(f"{num_choices} choices need as many seats, there are {l.max_num_seqs}")
+    needed = num_growth_blocks(num_prompt_tokens, max_tokens, l, num_choices if l.full_reservation else 1)
+    needed = max(needed, blocks_needed(num_prompt_tokens, l.block_size) + num_fork_copies(num_prompt_tokens, num_choices, l.block_size))
+    if needed > num_blocks: raise ValueError(f"prompt and answer may need {needed} blocks of {l.block_size} tokens, the whole pool has {num_blocks}")
 
-# %% ../nbs/12_scheduler.ipynb #29ed11e7
+def num_fork_copies(num_prompt_tokens: int, num_choices: int, block_size: int) -> int:
+    "Blocks that the choices of a forked request copy at once: each but the last to write needs its own partial block"
+    return num_choices - 1 if num_prompt_tokens % block_size else 0
+
+def num_growth_blocks(num_prompt_tokens: int, max_tokens: int, limits: Limits, num_choices: int = 1) -> int:
+    "Blocks of the longest answers; what is full of the prompt is shared"
+    longest = blocks_needed(min(num_prompt_tokens + max_tokens, limits.max_seq_len), limits.block_size)
+    return longest + (num_choices - 1) * (longest - num_prompt_tokens // limits.block_size)
+
+# %% ../nbs/12_scheduler.ipynb #f43f6716
+class Ledger:
+    "Who holds which block: lends, finds, copies and takes back, and notes each change in the step's record"
+    def __init__(self, pool: BlockPool, limits: Limits, namespace: str):
+        self.pool, self.block_size, self.namespace, self.record = pool, limits.block_size, namespace, None
+        self.prefix = PrefixCache(limits.block_size) if limits.enable_prefix_caching else None
+
+    def find(self, request: Request) -> list[Entry]:
+        "The blocks in which a request's first tokens lie already"
+        if self.prefix is None or not request.reads_cache: return []
+        root = root_key(self.namespace, request.salt)
+        extend_keys(request.block_keys, root, request.token_ids, self.block_size)
+        return self.prefix.find(root, request.block_keys, request.token_ids)
+
+    def share(self, request: Request, entries: list[Entry]):
+        "Begin a request's table with found blocks"
+        request.entries, request.num_computed_tokens = list(entries), len(entries) * self.block_size
+        request.block_table = self.pool.share([e.block_id for e in entries])
+        if entries: self.record.found[request.id] = list(request.block_table)
+        is_again = request.num_cached_tokens is not None
+        if not is_again: request.num_cached_tokens = request.num_computed_tokens
+        if self.prefix is not None and request.reads_cache: self.prefix.stats.count(request.num_tokens, request.num_computed_tokens, is_again)
+
+    def lend(self, request: Request, num_blocks: int):
+        "Add blocks to a request's table; raises `OutOfBlocks` and adds none"
+        if num_blocks <= 0: return
+        blocks = self.take(num_blocks)
+        request.block_table += blocks
+        self.record.allocated.setdefault(request.id, []).extend(blocks)
+
+    def take(self, num_blocks: int) -> list[int]:
+        "Blocks off the free list; what they held can't be found any more"
+        blocks = self.pool.allocate(num_blocks)
+        if self.prefix is not None: self.record.evicted += self.prefix.forget(blocks)
+        return blocks
+
+    def must_copy(self, request: Request) -> bool:
+        "Whether the request's next write goes into a block that others hold too"
+        index = request.num_computed_tokens // self.block_size
+        return index < len(request.block_table) and self.pool.ref_counts[request.block_table[index]] > 1
+
+    def copy(self, request: Request) -> tuple[int, int]:
+        "Give a request a block of its own in the place of the shared one that it will write into; returns both"
+        index = request.num_computed_tokens // self.block_size
+        shared, [own] = request.block_table[index], self.take(1)
+        request.block_table[index] = own
+        self.pool.free([shared])
+        self.record.copied[request.id] = [shared, own]
+        return shared, own
+
+    def fork(self, request: Request, child: Request):
+        "Let a new request hold all blocks of another"
+        child.block_table, child.entries, child.block_keys = self.pool.share(list(request.block_table)), list(request.entries), list(request.block_keys)
+        self.record.forked[child.id] = request.id
+
+    def enter(self, request: Request):
+        "Make the blocks that have become full and computed findable"
+        if self.prefix is None: return
+        root = root_key(self.namespace, request.salt)
+        extend_keys(request.block_keys, root, request.token_ids, self.block_size)
+        for i in range(len(request.entries), request.num_computed_tokens // self.block_size):
+            parent, tokens = request.entries[-1] if i else None, request.token_ids[i * self.block_size:(i + 1) * self.block_size]
+            request.entries.append(self.prefix.enter(parent, root, request.block_keys[i], request.block_table[i], tokens))
+
+    def release(self, request: Request, trusted: bool = True):
+        "Take all blocks back, the last of the table first; what nobody else holds of a request that can't be trusted is forgotten"
+        if not request.block_table: return
+        if self.prefix is not None and not trusted: self.prefix.forget(i for i in request.block_table if self.pool.ref_counts[i] == 1)
+        self.record.released.setdefault(request.id, []).extend(reversed(request.block_table))
+        self.pool.free(request.block_table, keep=() if self.prefix is None else self.prefix)
+        request.block_table, request.entries = [], []
+
+# %% ../nbs/12_scheduler.ipynb #ccaae3e2
 def choose_victim(
     needy: Request,  # Runs, and needs a block that is not there
     running: list[Request],
 ) -> Request:
-    "Whom to preempt: of those that arrived later, the one with least computed (of equals the latest); else `needy` itself"
-    later = [r for r in running if r.arrival > needy.arrival]
-    return min(later, key=lambda r: (r.num_computed_tokens, -r.arrival), default=needy)
+    "Whom to preempt: of those that come later, the one with least computed (of equals the last); else `needy` itself"
+    later = [r for r in running if r.order > needy.order]
+    return min(later, key=lambda r: (r.num_computed_tokens, [-x for x in r.order]), default=needy)
 
-# %% ../nbs/12_scheduler.ipynb #bb855fad
-def lend(request: Request, num_blocks: int, pool: BlockPool, record: StepRecord):
-    "Add blocks to a request's table; raises `OutOfBlocks` and adds none"
-    if num_blocks <= 0: return
-    blocks = pool.allocate(num_blocks)
-    request.block_table += blocks
-    record.allocated.setdefault(request.id, []).extend(blocks)
-
-def release(request: Request, pool: BlockPool, record: StepRecord):
-    "Take all blocks back, the last of the table first"
-    if not request.block_table: return
-    record.released.setdefault(request.id, []).extend(reversed(request.block_table))
-    pool.free(request.block_table)
-    request.block_table = []
-
-# %% ../nbs/12_scheduler.ipynb #db59832a
+# %% ../nbs/12_scheduler.ipynb #1057112a
 class Scheduler:
     "Decides what each step runs, who enters and who is preempted, and leaves a record of it"
-    def __init__(self, pool: BlockPool, limits: Limits):  # The pool is the scheduler's own from now on
-        self.pool, self.limits = pool, limits
-        self.waiting: list[Request] = []  # by arrival
-        self.running: list[Request] = []  # by arrival
+    def __init__(self,
+        pool: BlockPool,  # The scheduler's own from now on
+        limits: Limits,
+        namespace: str = '',  # Identity of the model: prefixes are shared within it
+    ):
+        self.pool, self.limits, self.ledger = pool, limits, Ledger(pool, limits, namespace)
+        self.waiting: list[Request] = []  # in order
+        self.running: list[Request] = []  # in order
+        self.served: dict[str, int] = {}  # tokens computed for each key that has requests here
         self.num_arrived = self.num_steps = 0
-        self.record = self.new_record()  # of the step to come; what happens between steps is noted in it
+        self.paused: str | None = None  # `new`: nobody enters; `all`: nothing runs
+        self.begin_record()
 
-    def new_record(self) -> StepRecord: return StepRecord(self.num_steps, self.pool.num_blocks, self.limits.block_size)
+    def begin_record(self):
+        "The record of the step to come; what happens between steps is noted in it"
+        self.record = self.ledger.record = StepRecord(self.num_steps, self.pool.num_blocks, self.limits.block_size)
 
     def add(self, request: Request):
         "Queue a request; raises `ValueError` if it can never run and `QueueFull` if too many wait, and then nothing has changed"
-        check_fits(request.num_tokens, request.max_tokens, self.limits, self.pool.num_blocks)
-        bound = self.limits.max_waiting_requests
-        if len(self.waiting) >= bound: raise QueueFull(f"{len(self.waiting)} requests wait, at most {bound} may")
-        request.arrival, self.num_arrived = self.num_arrived, self.num_arrived + 1
-        self.waiting.append(request)
+        l, n = self.limits, request.num_choices
+        check_fits(request.num_tokens, request.max_tokens, l, self.pool.num_blocks, n)
+        num_requests, num_tokens = (sum(getattr(r, name) for r in self.waiting) for name in ('num_choices', 'num_tokens'))
+        if num_requests + n > l.max_waiting_requests: raise QueueFull(f"{num_requests} requests wait and {n} would come, at most {l.max_waiting_requests} may")
+        if l.max_waiting_tokens and num_tokens + request.num_tokens > l.max_waiting_tokens:
+            raise QueueFull(f"{num_tokens} tokens wait and {request.num_tokens} would come, at most {l.max_waiting_tokens} may")
+        request.arrival, self.num_arrived = self.num_arrived, self.num_arrived + n
+        if request.key not in self.served: self.served[request.key] = min(self.served.values(), default=0)
+        insort(self.waiting, request, key=lambda r: r.order)
         self.record.arrived.append(request.id)
 
-    def schedule(self) -> StepPlan:
+    def schedule(self,
+        now: float = 0.0,  # On the clock of the deadlines
+    ) -> StepPlan:
         "Plan the next step: running requests, then, if none was preempted, waiting ones"
-        plan, budget = StepPlan(self.num_steps), self.limits.max_num_batched_tokens
-        for request in sorted(self.running, key=lambda r: r.num_uncomputed_tokens > 1):  # decodes before chunks, else by arrival
-            n = min(budget - plan.num_tokens, request.num_uncomputed_tokens)
-            if n == 0 or request.state is not RequestState.RUNNING: continue
-            if make_room(self, request, n, plan): plan.scheduled.append(Scheduled(request, request.num_computed_tokens, n))
-        admit(self, plan)
+        for r in [r for r in (*self.waiting, *self.running) if r.deadline is not None and r.deadline <= now]: self.finish(r, 'deadline')
+        plan = StepPlan(self.num_steps)
+        if self.paused and self.waiting: self.record.head_waits = 'admission is paused'
+        if self.paused == 'all': return plan
+        for request in sorted(self.running, key=lambda r: r.num_uncomputed_tokens > 1):  # decodes before chunks, else in order
+            if request.state is not RequestState.RUNNING: continue
+            n = share_of(self, request, request.num_computed_tokens, plan)
+            if n and make_room(self, request, n, plan): plan.add(request, n)
+        if self.paused is None: admit(self, plan)
         return plan
 
-    def update(self, plan: StepPlan, new_token_ids: dict[str, int]):
-        "After the forward pass: what was planned is computed; requests that caught up have a new token"
+    def update(self, plan: StepPlan):
+        "After the forward pass: what was planned is computed"
         for s in plan.scheduled:
             s.request.num_computed_tokens += s.num_tokens
-            if s.request.id in new_token_ids: s.request.token_ids.append(new_token_ids[s.request.id])
+            self.served[s.request.key] += s.num_tokens
+            self.ledger.enter(s.request)
+
+    def fork(self, request: Request) -> list[Request]:  # Itself first
+        "When a prompt with several choices is computed: a request for each, all holding its blocks"
+        children = []
+        for i in range(1, request.num_choices):
+            child = Request(f'{request.id}#{i}', list(request.token_ids), request.max_tokens, 1, request.priority, request.key, request.salt, request.deadline, request.reads_cache)
+            child.arrival, child.num_computed_tokens, child.state = request.arrival + i, request.num_computed_tokens, RequestState.RUNNING
+            child.num_cached_tokens = request.num_cached_tokens
+            self.ledger.fork(request, child)
+            insort(self.running, child, key=lambda r: r.order)
+            children.append(child)
+        request.num_choices = 1
+        return [request, *children]
 
     def finish(self, request: Request, reason: str):
         "Let a request go, in whatever state; its blocks are free at once. Does nothing if it has gone before"
         if request.state is RequestState.FINISHED: return
         (self.waiting if request.state is RequestState.WAITING else self.running).remove(request)
-        release(request, self.pool, self.record)
+        self.ledger.release(request, trusted=reason != 'error')
         request.state = RequestState.FINISHED
         self.record.finished.append(dict(id=request.id, reason=reason))
+        if not any(r.key == request.key for r in (*self.waiting, *self.running)): del self.served[request.key]
 
     def close_step(self, plan: StepPlan) -> StepRecord:
         "Complete the step's record and begin the next one"
         record = self.record
         record.scheduled = [dict(id=s.request.id, start=s.start, num_tokens=s.num_tokens, phase=s.phase) for s in plan.scheduled]
-        record.num_waiting, record.num_free_blocks = len(self.waiting), self.pool.num_free
+        record.num_waiting, record.num_free_blocks = sum(r.num_choices for r in self.waiting), self.pool.num_free
         if self.num_steps % KEYFRAME_EVERY == 0: record.keyframe = {r.id: list(r.block_table) for r in self.running}
         self.num_steps += 1
-        self.record = self.new_record()
+        self.begin_record()
         return record
 
-# %% ../nbs/12_scheduler.ipynb #05a2d132
+    def audit(self):
+        "Raise `AuditError` unless the pool agrees with the tables of those who run; those who wait hold nothing"
+        audit(self.pool, [r.block_table for r in (*self.running, *self.waiting)])
+
+# %% ../nbs/12_scheduler.ipynb #6503b90e
+def share_of(scheduler: Scheduler, request: Request, start: int, plan: StepPlan) -> int:
+    "Tokens that a request gets in this step from position `start`: what it is behind, within what the budgets still hold"
+    l, n = scheduler.limits, request.num_tokens - start
+    live = len(scheduler.running) + len(scheduler.waiting)
+    if n > 1 and l.max_chunk_tokens and live > 1: n = min(n, max(l.max_chunk_tokens, l.max_num_batched_tokens // live))
+    n = min(n, l.max_num_batched_tokens - plan.num_tokens)
+    if l.max_num_kv_reads:
+        least = 0 if plan.scheduled else 1  # a step that looks at more than the budget is better than one that does nothing
+        while n > least and plan.num_kv_reads + Scheduled(request, start, n).num_kv_reads > l.max_num_kv_reads: n -= 1
+    return max(n, 0)
+
 def preempt(scheduler: Scheduler, victim: Request, reason: str, plan: StepPlan):
-    "Send a running request back to its old place in the order of arrival, with nothing computed, and out of the plan"
+    "Send a running request back to its old place in the order, with nothing computed, and out of the plan"
     s = scheduler
     s.record.preempted.append(dict(id=victim.id, num_computed_tokens=victim.num_computed_tokens, reason=reason))
-    plan.scheduled[:] = [other for other in plan.scheduled if other.request is not victim]
-    release(victim, s.pool, s.record)
+    plan.drop(victim)
+    s.ledger.release(victim)
     s.running.remove(victim)
     victim.state, victim.num_computed_tokens = RequestState.WAITING, 0
-    insort(s.waiting, victim, key=lambda r: r.arrival)
+    insort(s.waiting, victim, key=lambda r: r.order)
 
 def make_room(scheduler: Scheduler, request: Request, num_new_tokens: int, plan: StepPlan) -> bool:
     "Lend the blocks that so many more tokens need, preempting others for them; False if the request itself had to go"
-    s, pool = scheduler, scheduler.pool
-    needed = blocks_needed(request.num_computed_tokens + num_new_tokens, s.limits.block_size) - len(request.block_table)
-    while needed > pool.num_free:
+    s, pool, ledger = scheduler, scheduler.pool, scheduler.ledger
+    growth = blocks_needed(request.num_computed_tokens + num_new_tokens, s.limits.block_size) - len(request.block_table)
+    while (needed := growth + ledger.must_copy(request)) > pool.num_free:
         victim = choose_victim(request, s.running)
-        preempt(s, victim, f"{request.id} needs {needed} more block{'s' * (needed > 1)}, {pool.num_free} of {pool.num_blocks} are free", plan)
+        preempt(s, victim, f"{request.id} needs {counted(needed, 'more block')}, {pool.num_free} of {pool.num_blocks} are free", plan)
         if victim is request: return False
-    lend(request, needed, pool, s.record)
+    if ledger.must_copy(request): plan.copies[request.id] = ledger.copy(request)
+    ledger.lend(request, growth)
     return True
 
-# %% ../nbs/12_scheduler.ipynb #c5b6082e
-def why_not(scheduler: Scheduler, request: Request, budget: int) -> str | None:
-    "Why the head of the queue can't enter with `budget` tokens left, with the number and the bound; None if it can"
-    s, limits, num_tokens = scheduler, scheduler.limits, request.num_tokens
-    needed = blocks_needed(num_tokens, limits.block_size)
-    if s.record.preempted: return f"{request.id} waits: {s.record.preempted[0]['id']} was preempted in this step"
-    if len(s.running) >= limits.max_num_seqs: return f"{request.id} needs a seat, all {limits.max_num_seqs} are taken"
-    if budget < (1 if limits.enable_chunked_prefill else num_tokens):
-        return f"{request.id} needs {num_tokens} tokens, {budget} of the step's {limits.max_num_batched_tokens} are left"
-    if needed > s.pool.num_free: return f"{request.id} needs {needed} block{'s' * (needed > 1)}, {s.pool.num_free} of {s.pool.num_blocks} are free"
+def counted(n: int, thing: str) -> str: return f"{n} {thing}{'s' * (n != 1)}"
+
+# %% ../nbs/12_scheduler.ipynb #e89dbde5
+def head_of(scheduler: Scheduler) -> Request:
+    "Who enters next: by priority, then the key that was served least, then arrival"
+    s = scheduler
+    if len(s.served) == 1: return s.waiting[0]
+    return min(s.waiting, key=lambda r: (r.priority, s.served[r.key], r.arrival))
+
+def num_promised(scheduler: Scheduler) -> int:
+    "Blocks that those who run may still need, if all their answers are as long as they may be"
+    l, total = scheduler.limits, 0
+    for r in scheduler.running:
+        total += num_growth_blocks(r.num_prompt_tokens, r.max_tokens, l, r.num_choices) - len(r.block_table) + scheduler.ledger.must_copy(r)
+    return total
+
+def why_not(scheduler: Scheduler, request: Request, found: list[Entry], plan: StepPlan) -> str | None:
+    "Why a request can't enter now, with the number and the bound; None if it can"
+    s, l, pool, who = scheduler, scheduler.limits, scheduler.pool, request.id
+    seats = sum(r.num_choices for r in s.running)
+    num_new = request.num_tokens - len(found) * l.block_size
+    left = share_of(s, request, len(found) * l.block_size, plan)
+    if s.record.preempted: return f"{who} waits: {' and '.join(p['id'] for p in s.record.preempted)} had to go in this step"
+    if seats + request.num_choices > l.max_num_seqs: return f"{who} needs {counted(request.num_choices, 'seat')}, {seats} of {l.max_num_seqs} are taken"
+    if left < (1 if l.enable_chunked_prefill else num_new):
+        return f"{who} needs {counted(num_new, 'token')}, {l.max_num_batched_tokens - plan.num_tokens} of the step's {l.max_num_batched_tokens} are left"
+    revived = sum(pool.ref_counts[e.block_id] == 0 for e in found)
+    if l.full_reservation:
+        needed, kept = num_growth_blocks(request.num_prompt_tokens, request.max_tokens, l, request.num_choices), num_promised(s)
+    else:
+        needed = blocks_needed(request.num_tokens, l.block_size) + num_fork_copies(request.num_prompt_tokens, request.num_choices, l.block_size)
+        kept = l.watermark_blocks if s.running else 0
+    needed += revived - len(found)
+    if needed > pool.num_free - kept:
+        return f"{who} needs {counted(needed, 'block')}, {pool.num_free} of {pool.num_blocks} are free" + (f", {kept} are kept for those who run" if kept else '')
     return None
 
 def admit(scheduler: Scheduler, plan: StepPlan):
-    "Let requests in from the head of the queue, each with blocks for all of its tokens, until one can't enter"
+    "Let requests in, each with blocks for all of its tokens, until one can't enter"
     s = scheduler
     while s.waiting:
-        request, budget = s.waiting[0], s.limits.max_num_batched_tokens - plan.num_tokens
-        s.record.head_waits = why_not(s, request, budget)
+        request = head_of(s)
+        found = s.ledger.find(request)
+        s.record.head_waits = why_not(s, request, found, plan)
         if s.record.head_waits: return
-        lend(request, blocks_needed(request.num_tokens, s.limits.block_size), s.pool, s.record)
+        n = share_of(s, request, len(found) * s.limits.block_size, plan)
+        s.ledger.share(request, found)
+        s.ledger.lend(request, blocks_needed(request.num_tokens, s.limits.block_size) - len(found))
+        s.waiting.remove(request)
         request.state = RequestState.RUNNING
-        insort(s.running, s.waiting.pop(0), key=lambda r: r.arrival)
+        plan.add(request, n)
+        insort(s.running, request, key=lambda r: r.order)
         s.record.admitted.append(request.id)
-        plan.scheduled.append(Scheduled(request, 0, min(budget, request.num_tokens)))
 
-# %% ../nbs/12_scheduler.ipynb #5ba2913d
+# %% ../nbs/12_scheduler.ipynb #aa4ba841
+def apply_record(
+    tables: dict[str, list[int]],  # Block tables before the step; changed
+    record: dict,  # A step record as written to disk
+):
+    "Bring block tables to the end of a step"
+    for i, blocks in record['found'].items(): tables[i] = list(blocks)
+    for i, blocks in record['allocated'].items(): tables.setdefault(i, []).extend(blocks)
+    for i, (shared, own) in record['copied'].items(): tables[i][tables[i].index(shared)] = own
+    for child, parent in record['forked'].items(): tables[child] = list(tables[parent])
+    for gone in (*record['preempted'], *record['finished']): tables.pop(gone['id'], None)
+
 def block_tables(
     records: list[dict],  # Step records from a keyframe on, in order
 ) -> list[dict[str, list[int]]]:  # Request id → block ids
-    "The block tables at the end of each step, rebuilt from the changes; raises `ValueError` if the first record is no keyframe"
+    "The block tables at the end of each step; raises `ValueError` if the first record is no keyframe"
     if records and records[0]['keyframe'] is None: raise ValueError(f"step {records[0]['step']} holds no keyframe; begin at one")
     tables, history = {}, []
     for r in records:
-        gone = {p['id'] for p in r['preempted']} | {f['id'] for f in r['finished']}
-        for i, blocks in r['allocated'].items(): tables.setdefault(i, []).extend(blocks)
-        for i in gone: tables.pop(i, None)
+        apply_record(tables, r)
         if r['keyframe'] is not None: tables = {i: list(t) for i, t in r['keyframe'].items()}
         history.append({i: list(t) for i, t in tables.items()})
     return history
 
-# %% ../nbs/12_scheduler.ipynb #937c30e5
+# %% ../nbs/12_scheduler.ipynb #36137a86
 def explain(
     record: dict,  # A step record as written to disk
 ) -> list[str]:
     "What happened in a step and why, a sentence each"
-    def tokens(n): return f"{n} token{'s' * (n != 1)}"
+    size, admitted = record['block_size'], set(record['admitted'])
     said = [f"{i} arrived" for i in record['arrived']]
-    admitted = set(record['admitted'])
-    for p in record['preempted']: said.append(f"{p['id']} was preempted and lost {tokens(p['num_computed_tokens'])}: {p['reason']}")
+    said += [f"{p['id']} was preempted and lost {counted(p['num_computed_tokens'], 'token')}: {p['reason']}" for p in record['preempted']]
     for s in record['scheduled']:
-        entered = ' entered and' if s['id'] in admitted else ''
-        what = 'decoded' if s['phase'] == 'decode' else 'computed'
-        said.append(f"{s['id']}{entered} {what} {tokens(s['num_tokens'])} from position {s['start']}")
-    if record['head_waits']: said.append(record['head_waits'] + (f"; {record['num_waiting'] - 1} wait behind" if record['num_waiting'] > 1 else ''))
+        found = len(record['found'].get(s['id'], [])) if s['id'] in admitted else 0
+        entered = (' entered' + (f", found {counted(found * size, 'token')} computed" if found else '') + ' and') if s['id'] in admitted else ''
+        said.append(f"{s['id']}{entered} {'decoded' if s['phase'] == 'decode' else 'computed'} {counted(s['num_tokens'], 'token')} from position {s['start']}")
+    said += [f"{i} copied block {shared} to {own}, because others hold it" for i, (shared, own) in record['copied'].items()]
+    said += [f"{child} was forked from {parent}" for child, parent in record['forked'].items()]
+    if record['evicted']: said.append(f"{counted(len(record['evicted']), 'block')} can't be found any more, overwritten: {', '.join(map(str, record['evicted']))}")
+    behind = record['num_waiting'] - 1
+    if record['head_waits']: said.append(record['head_waits'] + (f"; {behind} more wait{'s' * (behind == 1)}" if behind > 0 else ''))
     return said + [f"{f['id']} finished: {f['reason']}" for f in record['finished']]
 
-# %% ../nbs/12_scheduler.ipynb #16955413
+# %% ../nbs/12_scheduler.ipynb #bc45ee7f
 def read_trace(
     lines,  # Lines of JSON, from a file or a list
 ) -> list[dict]:
@@ -287,8 +487,11 @@ def read_trace(
     for n, line in enumerate(lines, 1):
         if not line.strip(): continue
         try: record = json.loads(line)
-        except ValueError as e: raise ValueError(f"line {n} of the trace is no JSON: {e}") from e
-        if not isinstance(record, dict) or 'scheduled' not in record: raise ValueError(f"line {n} of the trace is no step record")
-        if record.get('version') != RECORD_VERSION: raise ValueError(f"line {n} of the trace has version {record.get('version')}, this one reads {RECORD_VERSION}")
+        except (ValueError, RecursionError) as e: raise ValueError(f"line {n} of the trace is no JSON: {e}") from e
+        if not isinstance(record, dict) or 'version' not in record: raise ValueError(f"line {n} of the trace is no step record")
+        if record['version'] != RECORD_VERSION: raise ValueError(f"line {n} of the trace has version {record.get('version')}, this one reads {RECORD_VERSION}")
+        for name, example in vars(StepRecord(0, 1, 1)).items():
+            if name not in record or type(example) in (int, list, dict) and type(record[name]) is not type(example):
+                raise ValueError(f"line {n} of the trace has {name}={record.get(name)!r}, not {type(example).__name__}")
         records.append(record)
     return records

@@ -133,7 +133,7 @@ def read_prompts(
 
 # %% ../nbs/17_server.ipynb #2e9fe823
 # Fields of the API that this server does not offer, each with the value that asks for nothing
-NOT_OFFERED = dict(n=1, best_of=1, echo=False, suffix='', frequency_penalty=0, presence_penalty=0, logit_bias={})
+NOT_OFFERED = dict(n=1, best_of=1, echo=False, suffix='', prompt_logprobs=None)
 
 def check_stops(asked: dict):
     "Keep what is compared with each token short: at most 16 stop strings of 1,000 characters, and 128 stop token ids; raises `ValueError`"

@@ -8,8 +8,10 @@ import copy
 import pytest
 import torch
 
-from minigpt.kernels import prepare_for_inference
+from minigpt.kernels import prepare_for_inference, set_threads
 from minigpt.model import GPT, GPTConfig, init_weights
+
+set_threads(1)  # toy models are too small to share; tests that are about threads set them
 
 LLAMA = dict(position='rope', norm='rms', activation='swiglu', bias=False, n_kv_head=2)
 GPT2 = dict(activation='gelu_tanh')

@@ -1,6 +1,7 @@
 """The engine against the simple loop: the same bits under any schedule"""
 import copy
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -25,48 +26,59 @@ def workload(n, seed=0, max_seq_len=64):
         params = dict(max_tokens=rng.choice((1, 2, 5, 12, 25, 64)), logprobs=rng.choice((0, 2)), seed=rng.randrange(2**40))
         params |= dict(temperature=0) if i % 2 else dict(temperature=rng.choice((0.5, 1.0, 1.5)), top_p=rng.choice((1.0, 0.9)), top_k=rng.choice((0, 20)), min_p=rng.choice((0.0, 0.01)))
         if i % 5 == 0: params['stop'] = rng.choice(('e', 'th', '\x00'))
+        if i % 3 == 0: params |= dict(presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.2, logit_bias={7: -100, 9: 2.5})
+        if i % 6 == 1: params |= dict(n=rng.choice((2, 3)))
+        if i % 8 == 2: params |= dict(prompt_logprobs=1)
         if i % 7 == 0: params |= dict(stop_token_ids=list(range(0, 256, 9)), min_tokens=min(3, params['max_tokens']))
         requests.append((prompt, SamplingParams(**params)))
     return requests
 
 
-def told(choice): return choice.token_ids, choice.text, [(t.token_id, t.logprob, t.rank, t.top) for t in choice.logprobs], choice.finish_reason, choice.stop_reason
+def facts(logprobs): return logprobs and [t and (t.token_id, t.logprob, t.rank, t.top) for t in logprobs]
+
+
+def told(choice): return choice.token_ids, choice.text, [(t.token_id, t.logprob, t.rank, t.top) for t in choice.logprobs], choice.finish_reason, choice.stop_reason, facts(choice.prompt_logprobs)
 
 
 def oracle(model, requests, block_size=16):
-    return [told(generate(model, prompt, params, OneSequence(model.config, block_size), TOKENIZER)) for prompt, params in requests]
+    "For each request what its choices say alone"
+    def alone(prompt, params, i): return told(generate(model, prompt, params, OneSequence(model.config, block_size), TOKENIZER, index=i))
+    return [[alone(prompt, params, i) for i in range(params.n)] for prompt, params in requests]
 
 
 def answers(model, requests, config, arrive, order=None):
     "What the engine says to each request, `arrive` of them before each step"
     engine, queue = Engine(model, TOKENIZER, config), list(order or range(len(requests)))
-    said = {i: ([], '', [], None, None) for i in queue}
+    said = {i: [([], '', [], None, None, None)] * requests[i][1].n for i in queue}
     while queue or engine.has_work:
         for i in [queue.pop(0) for _ in range(min(arrive, len(queue)))]: engine.add(str(i), *requests[i])
         for o in engine.step():
-            ids, text, logprobs, *_ = said[int(o.request_id)]
-            said[int(o.request_id)] = (ids + o.token_ids, text + o.text, logprobs + [(t.token_id, t.logprob, t.rank, t.top) for t in o.logprobs], o.finish_reason, o.stop_reason)
-        held = [i for r in engine.scheduler.running for i in r.block_table]
-        assert len(held) + engine.num_free_blocks == engine.num_blocks
+            choices, prompt_logprobs = said[int(o.request_id)], facts(o.prompt_logprobs)
+            ids, text, logprobs, *_ = choices[o.index]
+            if prompt_logprobs: choices[:] = [(*c[:5], prompt_logprobs) for c in choices]
+            choices[o.index] = (ids + o.token_ids, text + o.text, logprobs + facts(o.logprobs), o.finish_reason, o.stop_reason, choices[o.index][5])
+        engine.scheduler.audit()
     assert (engine.num_free_blocks, engine.num_running, engine.num_waiting, engine.answers) == (engine.num_blocks, 0, 0, {})
-    return [said[i] for i in range(len(requests))], sum(len(r['preempted']) for r in engine.records)
+    records = list(engine.records)
+    return [said[i] for i in range(len(requests))], {name: sum(len(r[name]) for r in records) for name in ('preempted', 'found', 'copied', 'evicted')}
 
 
 @pytest.mark.parametrize('family', ['llama', 'gpt2'])
 def test_50_prompts_say_what_they_say_alone(prepared, family):
     "Random budgets, block sizes, seats and orders of arrival, and pools that are far too small"
     model, requests = prepared[family], workload(50)
-    wanted, rng, num_preemptions = oracle(model, requests), random.Random(1), 0
-    assert len({tuple(w[0]) for w in wanted}) > 40  # they do differ
-    assert {w[3] for w in wanted} == {'length', 'stop'}
+    wanted, rng, events = oracle(model, requests), random.Random(1), Counter()
+    assert len({tuple(w[0]) for choices in wanted for w in choices}) >= 50  # they do differ
+    assert {w[3] for choices in wanted for w in choices} == {'length', 'stop'}
     for block_size in (4, 8, 16):
-        for blocks_spare in (0, 3, 100):
-            config = EngineConfig(block_size=block_size, num_blocks=64 // block_size + blocks_spare, max_num_seqs=rng.randint(2, 12),
-                                  max_num_batched_tokens=rng.choice((1, 3, 7, 16, 40, 512)), max_waiting_requests=50)
-            found, preempted = answers(model, requests, config, rng.randint(1, 9), rng.sample(range(50), 50))
+        for blocks_spare in (0, 4, 100):
+            config = EngineConfig(block_size=block_size, num_blocks=64 // block_size + 2 + blocks_spare, max_num_seqs=rng.randint(3, 12),
+                                  max_num_batched_tokens=rng.choice((1, 3, 7, 16, 40, 512)), max_waiting_requests=100,
+                                  enable_prefix_caching=rng.random() < 0.8, watermark_blocks=rng.choice((0, 2)), max_chunk_tokens=rng.choice((None, 5)))
+            found, seen = answers(model, requests, config, rng.randint(1, 9), rng.sample(range(50), 50))
             for i, (f, w) in enumerate(zip(found, wanted)): assert f == w, (config, i)
-            num_preemptions += preempted
-    assert num_preemptions > 50
+            events += seen
+    assert min(events[name] for name in ('preempted', 'found', 'copied', 'evicted')) > 20, events
 
 
 def test_without_chunks_and_with_one_or_two_threads(prepared):
@@ -97,7 +109,7 @@ def test_plain_pytorch_layers_break_the_promise():
     requests = workload(12, seed=4)
     wanted = oracle(model, requests)
     found, _ = answers(model, requests, EngineConfig(max_num_batched_tokens=64), 12)
-    assert [f[2] for f in found] != [w[2] for w in wanted]
+    assert [[c[2] for c in f] for f in found] != [[c[2] for c in w] for w in wanted]
 
 
 def test_the_loop_over_blocks_says_what_the_loop_over_a_strip_says(prepared):
@@ -117,12 +129,12 @@ def test_aborts_of_others_change_nothing(prepared):
     said, aborted = {i: [] for i in range(24)}, set()
     for i in range(24): engine.add(str(i), *requests[i])
     while engine.has_work:
-        for o in engine.step(): said[int(o.request_id)] += o.token_ids
+        for o in engine.step(): said[int(o.request_id)] += o.token_ids * (o.index == 0)
         if victims and rng.random() < 0.3: aborted |= {i for i in (victims.pop(),) if engine.abort(str(i))}
         if rng.random() < 0.1: assert engine.abort('nobody') is False
     assert aborted
-    for i in range(24): assert said[i] == wanted[i][0] if i not in aborted else wanted[i][0][:len(said[i])] == said[i]
-    assert {f['id'] for r in engine.records for f in r['finished'] if f['reason'] == 'abort'} == {str(i) for i in aborted}
+    for i in range(24): assert said[i] == wanted[i][0][0] if i not in aborted else wanted[i][0][0][:len(said[i])] == said[i]
+    assert {f['id'] for r in engine.records for f in r['finished'] if f['reason'] == 'abort'} & {str(i) for i in range(24)} <= {str(i) for i in aborted}
     assert engine.num_free_blocks == 24
 
 
@@ -141,11 +153,11 @@ def test_a_failing_row_fails_its_own_request(prepared):
     for i, (prompt, params) in enumerate(requests): engine.add(str(i), [p if p != 13 else 12 for p in prompt[:-1]] + [13 if i == 3 else prompt[-1]], params)
     while engine.has_work:
         for o in engine.step():
-            said[int(o.request_id)] += o.token_ids
-            if o.finish_reason: endings[int(o.request_id)] = o.finish_reason, o.error
+            said[int(o.request_id)] += o.token_ids * (o.index == 0)
+            if o.finish_reason and o.index == 0: endings[int(o.request_id)] = o.finish_reason, o.error
     assert endings[3] == ('error', '256 of 256 logits are NaN, the first at token id 0') and said[3] == []
     for i in set(range(16)) - {3}:
-        if 13 not in requests[i][0] + wanted[i][0]: assert (said[i], endings[i][0]) == (wanted[i][0], wanted[i][3])
+        if 13 not in requests[i][0] + [t for c in wanted[i] for t in c[0]]: assert (said[i], endings[i][0]) == (wanted[i][0][0], wanted[i][0][3])
     assert engine.num_free_blocks == 30
 
 
@@ -165,3 +177,79 @@ def test_unseeded_requests_differ_and_can_be_repeated():
     assert a.seed != b.seed and a.outputs[0].token_ids != b.outputs[0].token_ids
     again = llm.generate('why', SamplingParams(temperature=1, max_tokens=30, seed=a.seed))[0]
     assert again.outputs[0].token_ids == a.outputs[0].token_ids
+
+
+def test_three_choices_fail_together_when_their_prompt_does(prepared):
+    class Poisoned:
+        def __init__(self, model): self.model, self.config = model, model.config
+        def hidden(self, *args): return self.model.hidden(*args)
+        def logits(self, hidden): return self.model.logits(hidden) * torch.nan
+    engine = Engine(Poisoned(prepared['llama']), TOKENIZER)
+    engine.add('A', [1, 2, 3], SamplingParams(n=3))
+    assert [(o.index, o.finish_reason) for o in engine.step()] == [(0, 'error'), (1, 'error'), (2, 'error')]
+    assert engine.num_free_blocks == engine.num_blocks and engine.answers == {}
+
+
+def test_one_choice_leaves_and_the_others_go_on(prepared):
+    model, params = prepared['llama'], SamplingParams(n=3, max_tokens=9, seed=1)
+    engine, said = Engine(model, TOKENIZER, EngineConfig(block_size=4, num_blocks=16)), {i: [] for i in range(3)}
+    engine.add('A', list(b'the cu'), params)
+    for step in range(20):
+        for o in engine.step(): said[o.index] += o.token_ids
+        if step == 2: assert engine.abort('A', index=1) and not engine.abort('A', index=1)
+    assert [len(said[i]) for i in range(3)] == [9, 3, 9] and engine.num_free_blocks == 16
+    for i in (0, 2): assert said[i] == generate(model, list(b'the cu'), params, OneSequence(model.config), TOKENIZER, index=i).token_ids
+
+
+def test_salts_keep_prefixes_apart_and_a_reset_forgets_them(prepared):
+    engine, prompt = Engine(prepared['llama'], TOKENIZER, EngineConfig(block_size=4)), list(b'the cup fell')
+    def num_cached(**options):
+        engine.add('A', prompt, SamplingParams(max_tokens=1), **options)
+        [output] = engine.step()
+        return output.num_cached_tokens
+    assert [num_cached(cache_salt=s) for s in (None, None, 'x', 'x', None)] == [0, 8, 0, 8, 8]
+    engine.add('B', prompt, SamplingParams(max_tokens=3))
+    engine.step()
+    assert engine.reset_prefix_cache() is False
+    engine.abort('B')
+    assert engine.reset_prefix_cache() is True and num_cached() == 0
+
+
+def test_an_interrupted_llm_can_be_used_again(monkeypatch):
+    llm = LLM((toy_model(**LLAMA), TOKENIZER), block_size=4)
+    step, calls = llm.engine.step, []
+    def interrupted():
+        calls.append(1)
+        if len(calls) == 3: raise KeyboardInterrupt
+        return step()
+    monkeypatch.setattr(llm.engine, 'step', interrupted)
+    with pytest.raises(KeyboardInterrupt): llm.generate(['one', 'two'], SamplingParams(max_tokens=9))
+    assert llm.engine.num_running == 0 and llm.engine.num_free_blocks == llm.engine.num_blocks
+    assert [len(o.outputs[0].token_ids) for o in llm.generate(['one', 'two'], SamplingParams(max_tokens=9))] == [9, 9]
+
+
+def test_llm_gives_n_answers_and_the_prompt_scored():
+    llm = LLM((toy_model(**LLAMA), TOKENIZER), block_size=4)
+    [out] = llm.generate('the cup fell', SamplingParams(n=3, max_tokens=4, seed=5, prompt_logprobs=0))
+    assert [o.index for o in out.outputs] == [0, 1, 2] and len({tuple(o.token_ids) for o in out.outputs}) == 3
+    assert len(out.prompt_logprobs) == 12 and out.prompt_logprobs[0] is None and out.num_cached_tokens == 0
+    whole = toy_model(**LLAMA)(torch.tensor([list(b'the cup fell')]))[0].log_softmax(-1)
+    assert [t.logprob for t in out.prompt_logprobs[1:]] == pytest.approx([whole[i, t].item() for i, t in enumerate(b'he cup fell')], abs=1e-3)
+
+
+def test_a_model_with_more_rows_than_its_tokenizer_has_tokens():
+    from minigpt.tokenizer import CharTokenizer
+    llm = LLM((toy_model(**LLAMA | dict(vocab_size=16)), CharTokenizer('abcdefgh')))
+    [out] = llm.generate('abc', SamplingParams(max_tokens=20, logprobs=16, temperature=2))
+    assert all(t < 8 for t in out.outputs[0].token_ids) and all(i < 8 for t in out.outputs[0].logprobs for i, _ in t.top)
+    with pytest.raises(ValueError, match='token id 12 at position 0'): llm.generate([[12, 1]])
+
+
+def test_ids_outside_the_vocabulary_are_refused_and_the_engine_goes_on(prepared):
+    engine = Engine(prepared['llama'], TOKENIZER)
+    for params in (dict(logit_bias={'999999': 1}), dict(allowed_token_ids=[256]), dict(stop_token_ids=[256])):
+        with pytest.raises(ValueError, match='256|999999'): engine.add('A', [1, 2], SamplingParams(**params))
+        assert not engine.has_work and engine.answers == {}
+    engine.add('A', [1, 2], SamplingParams(max_tokens=2, logit_bias={'7': 100}))
+    while engine.has_work: outputs = engine.step()
+    assert outputs[-1].finish_reason == 'length'

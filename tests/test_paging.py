@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from minigpt.paging import BlockPool, OutOfBlocks, blocks_needed, slot_mapping
+from minigpt.paging import AuditError, BlockPool, OutOfBlocks, audit, blocks_needed, slot_mapping
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -47,8 +47,10 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data):
         ids = self.guests.pop(data.draw(st.integers(0, len(self.guests) - 1)))
-        self.pool.free(ids)
-        self.queue += [i for i in reversed(ids) if not any(i in g for g in self.guests)]
+        keep = data.draw(st.sets(st.sampled_from(ids)))
+        self.pool.free(ids, keep)
+        freed = [i for i in ids if not any(i in g for g in self.guests)]
+        self.queue = [i for i in reversed(freed) if i not in keep] + self.queue + [i for i in reversed(freed) if i in keep]
 
     @precondition(lambda self: self.queue)
     @rule(data=st.data())
@@ -65,6 +67,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.ref_counts == [sum(i in g for g in self.guests) for i in range(self.pool.num_blocks)]
         assert list(self.pool.free_ids) == self.queue
         assert self.pool.num_free == len(self.queue)
+        audit(self.pool, self.guests)
+        if self.guests:
+            with pytest.raises(AuditError): audit(self.pool, self.guests[1:])
 
 
 TestPool = PoolMachine.TestCase

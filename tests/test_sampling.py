@@ -8,8 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from minigpt.sampling import (BadLogits, SamplingParams, StopChecker, TokenLogprobs, apply_temperature, banned_until_min_tokens, best_ids,
-                              draw, finish_reason, fresh_seed, keep_min_p, keep_only, keep_top_p, logprobs_of, sample, uniform)
+from minigpt.sampling import (BadLogits, SamplingParams, StopChecker, TokenCounts, TokenLogprobs, apply_bias, apply_temperature, bad_sequences,
+                              ban, banned_until_min_tokens, best_ids, check_token_ids, completing, draw, finish_reason, fresh_seed, keep_min_p,
+                              keep_only, keep_top_p, logit_stages, logprobs_of, penalize_repetition, sample, uniform)
 
 settings.register_profile('fixed', derandomize=True, deadline=None, max_examples=150)
 settings.load_profile('fixed')
@@ -51,6 +52,8 @@ def test_defaults():
     p = SamplingParams()
     assert (p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.max_tokens, p.min_tokens, p.stop, p.stop_token_ids,
             p.include_stop_str_in_output, p.ignore_eos, p.logprobs) == (1., 0, 1., 0., None, 16, 0, (), (), False, False, None)
+    assert (p.n, p.presence_penalty, p.frequency_penalty, p.repetition_penalty, p.logit_bias, p.allowed_token_ids, p.bad_words,
+            p.prompt_logprobs) == (1, 0., 0., 1., (), None, (), None)
 
 @pytest.mark.parametrize('field, value, message', [
     ('temperature', math.nan, 'temperature=nan must be finite'), ('temperature', INF, 'temperature=inf must be finite'),
@@ -73,7 +76,29 @@ def test_defaults():
     ('stop_token_ids', [True], r'stop_token_ids\[0\]=True must be'),
     ('include_stop_str_in_output', 1, 'include_stop_str_in_output=1 must be True'),
     ('ignore_eos', None, 'ignore_eos=None must be True'), ('logprobs', 21, 'logprobs=21 must be at most 20'),
-    ('logprobs', -1, 'logprobs=-1 must be at least 0'), ('logprobs', True, 'logprobs=True must be a whole number')])
+    ('logprobs', -1, 'logprobs=-1 must be at least 0'), ('logprobs', True, 'logprobs=True must be a whole number'),
+    ('n', 0, 'n=0 must be at least 1'), ('n', 65, 'n=65 must be at most 64'), ('n', 1.5, 'n=1.5 must be a whole number'),
+    ('n', True, 'n=True must be'), ('n', None, 'n=None must be'),
+    *((name, value, f'{name}={value} must be {bound}') for name in ('presence_penalty', 'frequency_penalty')
+      for value, bound in ((-2.01, 'at least -2'), (2.5, 'at most 2'), (math.nan, 'finite'), (INF, 'finite'), (True, 'a number'), (None, 'a number'))),
+    ('repetition_penalty', 0, 'repetition_penalty=0 must be greater than 0'), ('repetition_penalty', -1., 'repetition_penalty=-1.0 must be at least 0'),
+    ('repetition_penalty', 10.1, 'repetition_penalty=10.1 must be at most 10'), ('repetition_penalty', INF, 'repetition_penalty=inf must be finite'),
+    ('repetition_penalty', math.nan, 'repetition_penalty=nan must be finite'), ('repetition_penalty', '1', "repetition_penalty='1' must be a number"),
+    ('logit_bias', [1], r'logit_bias=\[1\] must be a dict'), ('logit_bias', 5, 'logit_bias=5 must be a dict'), ('logit_bias', '{}', "logit_bias='{}' must be"),
+    ('logit_bias', {-1: 1}, 'logit_bias key=-1 must be at least 0'), ('logit_bias', {'-1': 1}, "logit_bias key='-1' must be a whole number"),
+    ('logit_bias', {'a': 1}, "logit_bias key='a' must be"), ('logit_bias', {'': 1}, "logit_bias key='' must be"), ('logit_bias', {'1.0': 1}, "key='1.0'"),
+    ('logit_bias', {'٣': 1}, "logit_bias key='٣' must be"), ('logit_bias', {'1' * 5000: 1}, 'must be a whole number'), ('logit_bias', {1.5: 1}, 'key=1.5'),
+    ('logit_bias', {True: 1}, 'logit_bias key=True must be'), ('logit_bias', {None: 1}, 'logit_bias key=None'), ('logit_bias', {' 5': 1}, "key=' 5'"),
+    ('logit_bias', {5: 100.5}, r'logit_bias\[5\]=100.5 must be at most 100'), ('logit_bias', {5: -101}, r'logit_bias\[5\]=-101 must be at least -100'),
+    ('logit_bias', {5: math.nan}, r'logit_bias\[5\]=nan must be finite'), ('logit_bias', {5: '1'}, r"logit_bias\[5\]='1' must be a number"),
+    ('logit_bias', {5: None}, r'logit_bias\[5\]=None'), ('logit_bias', {5: True}, r'logit_bias\[5\]=True'), ('logit_bias', {5: 1, '5': 1}, 'has token id 5 twice'),
+    ('logit_bias', {5: 1, '05': 1}, 'has token id 5 twice'), ('logit_bias', dict.fromkeys(range(301), 0), 'logit_bias has 301 entries, at most 300'),
+    ('allowed_token_ids', [], r'allowed_token_ids=\[\] must have at least 1'), ('allowed_token_ids', (), 'must have at least 1'),
+    ('allowed_token_ids', [3, -1], r'allowed_token_ids\[1\]=-1 must be at least 0'), ('allowed_token_ids', ['3'], r"allowed_token_ids\[0\]='3' must be"),
+    ('allowed_token_ids', 3, 'allowed_token_ids=3 must be a list'), ('allowed_token_ids', {3: 1}, 'must be a list'),
+    ('bad_words', 'abc', "bad_words='abc' must be a list"), ('bad_words', ['a', ''], r"bad_words\[1\]='' must have"), ('bad_words', [5], r'bad_words\[0\]=5 must be a string'),
+    ('bad_words', ['a'] * 301, 'bad_words has 301 entries, at most 300'), ('prompt_logprobs', 21, 'prompt_logprobs=21 must be at most 20'),
+    ('prompt_logprobs', -1, 'prompt_logprobs=-1 must be at least 0'), ('prompt_logprobs', True, 'prompt_logprobs=True must be a whole number')])
 def test_refused(field, value, message):
     with pytest.raises(ValueError, match=message): SamplingParams(**{field: value})
 
@@ -85,13 +110,35 @@ def test_edges_are_taken_and_stored_in_one_form():
     assert SamplingParams(stop='ab').stop == ('ab',)
     assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
     assert SamplingParams(top_k=0) == SamplingParams(top_k=-1)
+    p = SamplingParams(n=64, presence_penalty=-2, frequency_penalty=2, repetition_penalty=10, logit_bias={'12': -100, 3: 100, np.int64(5): 0},
+                       allowed_token_ids=(5, 3, 5), bad_words=['a'] * 300, prompt_logprobs=0)
+    assert (p.n, p.presence_penalty, p.frequency_penalty, p.repetition_penalty, p.logit_bias, p.allowed_token_ids, len(p.bad_words), p.prompt_logprobs) == (
+        64, -2., 2., 10., ((3, 100.), (5, 0.), (12, -100.)), (3, 5), 300, 0)
+    assert {type(x) for pair in p.logit_bias for x in pair} == {int, float} and type(p.presence_penalty) is float
+    assert len(SamplingParams(logit_bias=dict.fromkeys(range(300), 1)).logit_bias) == 300
+    assert SamplingParams(repetition_penalty=1e-9, prompt_logprobs=20).prompt_logprobs == 20
+    assert SamplingParams(logit_bias={}, bad_words=[]) == SamplingParams(logit_bias=None, bad_words=None, allowed_token_ids=None) == SamplingParams()
 
 def test_frozen_hashable_and_replaceable():
     p = SamplingParams(stop=['a'])
     with pytest.raises(FrozenInstanceError): p.seed = 3
     assert hash(p) == hash(SamplingParams(stop='a')) and replace(p, seed=3).seed == 3
+    p = SamplingParams(logit_bias={'5': 1.5, 2: -3}, allowed_token_ids=[2, 5], bad_words=['x'])
+    assert hash(p) == hash(SamplingParams(logit_bias={2: -3., 5: 1.5}, allowed_token_ids=[5, 2], bad_words=('x',)))
+    assert replace(p, n=2) == SamplingParams(logit_bias={2: -3, 5: 1.5}, allowed_token_ids=[2, 5], bad_words=['x'], n=2)
     with pytest.raises(ValueError, match='max_tokens=0'): replace(p, max_tokens=0)
     with pytest.raises(TypeError, match='temprature'): SamplingParams(temprature=1.)
+
+@pytest.mark.parametrize('fields, message', [
+    (dict(stop_token_ids=[3, 10]), 'stop_token_ids has token id 10, it must be at most 9'), (dict(logit_bias={'999999': 1}), 'logit_bias has token id 999999,'),
+    (dict(allowed_token_ids=[10**12, 3]), 'allowed_token_ids has token id 1000000000000,'), (dict(logit_bias={0: 1, 10: -100}), 'logit_bias has token id 10,')])
+def test_token_ids_outside_the_vocabulary(fields, message):
+    with pytest.raises(ValueError, match=message): check_token_ids(SamplingParams(**fields), 10)
+    check_token_ids(SamplingParams(**fields), 10**12 + 1)
+
+def test_token_ids_inside_the_vocabulary():
+    check_token_ids(SamplingParams(), 1)
+    check_token_ids(SamplingParams(stop_token_ids=[9], logit_bias={9: 1}, allowed_token_ids=[9, 0]), 10)
 
 
 # ---- the dials, against plain Python over sorted lists and exact fractions
@@ -173,9 +220,10 @@ def test_no_mass_is_lost_at_the_ends_of_the_bar():
 # ---- the sampler
 def sample_spec(row, params, u):
     "Temperature, then each dial on what is left, then a walk along the bar; None if rounding could decide"
+    best = best_spec(row, params.top_k or len(row))  # of the logits as they came: rounding may make ties later
     row = [(x - max(row)) / params.temperature for x in row]
     if params.min_p: row = [x if math.exp(x) >= params.min_p else -INF for x in row]
-    if params.top_k: row = [x if i in best_spec(row, params.top_k) else -INF for i, x in enumerate(row)]
+    row = [x if i in best else -INF for i, x in enumerate(row)]
     if params.top_p < 1:
         ids = nucleus_spec(row, params.top_p)
         if ids is None: return None
@@ -230,15 +278,17 @@ def test_all_out_but_one():
 def test_broken_rows(value, message, temperature):
     row = np.array([0, 1, value, -INF], dtype=np.float32)
     with pytest.raises(BadLogits, match=message): sample(row, SamplingParams(temperature=temperature), .5)
-    with pytest.raises(BadLogits, match=message): sample(row, SamplingParams(temperature=temperature), .5, banned=[2])
+    with pytest.raises(BadLogits, match=message): sample(row, SamplingParams(temperature=temperature), .5, dict(banned=lambda row: ban(row, [2])))
     with pytest.raises(BadLogits, match=message): logprobs_of(row, 0)
 
 @pytest.mark.parametrize('temperature', [0., 1.])
 def test_nothing_left(temperature):
     params = SamplingParams(temperature=temperature)
     with pytest.raises(BadLogits, match='all 3 logits are -inf$'): sample(np.full(3, -INF, dtype=np.float32), params, .5)
-    with pytest.raises(BadLogits, match='all 3 logits are -inf once 3 are banned'):
-        sample(np.zeros(3, dtype=np.float32), params, .5, banned=(0, 1, 2))
+    for fields, message in ((dict(logit_bias=dict.fromkeys(range(3), -100)), 'logit_bias'), (dict(allowed_token_ids=[1], bad_words=['b']), 'allowed_token_ids, bad_words'),
+                            (dict(logit_bias={0: 100}, min_tokens=1), 'logit_bias, min_tokens')):
+        stages = logit_stages(SamplingParams(**fields), [0], [], 0, [([], 1)] if 'bad_words' in fields else [])
+        with pytest.raises(BadLogits, match=f'all 3 logits are -inf after {message}$'): sample(np.zeros(3, dtype=np.float32), params, .5, stages)
 
 @pytest.mark.parametrize('shape', [(0,), (1, 3), ()])
 def test_not_a_row(shape):
@@ -261,8 +311,9 @@ def test_banned(row, u, banned, temperature):
     assume(out.max() > -INF)
     before = row.copy()
     params = SamplingParams(temperature=temperature)
-    assert sample(row, params, u, iter(banned)) == sample(out, params, u)
+    assert sample(row, params, u, dict(banned=lambda row: ban(row, iter(banned)))) == sample(out, params, u)
     assert np.array_equal(row, before)
+    assert np.array_equal(ban(row, banned), out) and (ban(row, {-1, row.size}) is row)
 
 @pytest.mark.parametrize('fields', [dict(temperature=.7), dict(top_k=40), dict(top_p=.9), dict(min_p=.05),
                                     dict(temperature=1.3, top_k=300, top_p=.95, min_p=.01)])
@@ -332,6 +383,12 @@ def test_logprobs(row, token_id, top):
     assert all(math.isfinite(p) for p in (got.logprob, *(p for _, p in got.top)))
     assert token_id not in dict(got.top) or dict(got.top)[token_id] == got.logprob
 
+def test_logprobs_name_no_row_without_a_token():
+    row = np.array([0, 1, 5, 6], dtype=np.float32)
+    got, whole = logprobs_of(row, 0, 3, num_named=2), logprobs_of(row, 0, 4)
+    assert (got.logprob, got.rank) == (whole.logprob, 4) and got.top == whole.top[2:]
+    assert logprobs_of(row, 3, 1, num_named=2).logprob == whole.top[0][1]
+
 def test_logprobs_are_plain_numbers_and_finite():
     got = logprobs_of(np.array([0, -INF, -3e38], dtype=np.float32), 1, top=3)
     assert got == TokenLogprobs(1, -9999., 3, ((0, 0.), (2, -9999.), (1, -9999.)))
@@ -371,8 +428,166 @@ def test_min_tokens_bans_the_end():
     for fields, expected in ((dict(min_tokens=3), [1, 1, 1, 0]), (dict(min_tokens=2, stop_token_ids=[1]), [3, 3, 0]), ({}, [0])):
         params, ids = SamplingParams(temperature=0, **fields), []
         while not finish_reason(ids, params, 0, len(ids), 64):
-            ids.append(sample(row, params, 0., banned_until_min_tokens(params, 0, len(ids))))
+            ids.append(sample(row, params, 0., logit_stages(params, [5], ids, 0)))
         assert ids == expected
+
+
+# ---- what a request asks of its rows, from lists of tokens
+words = st.lists(st.text('abc ', min_size=1, max_size=3), max_size=3)
+lists = st.lists(st.integers(0, 7), max_size=12)
+biases = st.dictionaries(st.integers(0, 7), st.one_of(st.sampled_from([-100, 100, 1, -99, 99.5]), st.floats(-100, 100, width=16)), max_size=4)
+wide = st.lists(logit, min_size=8, max_size=8).filter(lambda row: max(row) > -INF).map(lambda row: np.array(row, dtype=np.float32))
+steering = st.fixed_dictionaries({}, optional=dict(
+    presence_penalty=st.sampled_from([.5, -1., 2.]), frequency_penalty=st.sampled_from([.25, -.5, 2.]), repetition_penalty=st.sampled_from([1.2, .8, 10.]),
+    logit_bias=biases, allowed_token_ids=st.lists(st.integers(0, 7), min_size=1, max_size=6), bad_words=words, min_tokens=st.integers(0, 6),
+    stop_token_ids=st.lists(st.integers(0, 7), max_size=2), ignore_eos=st.booleans()))
+
+def encode(text): return ['abc '.index(c) for c in text]
+
+def stages_spec(row, params, prompt, output, eos):
+    "One token and one question after the other; nothing but the two lists"
+    forms = [form for word in params.bad_words for bare in [word.lstrip() or word] for form in (encode(bare), encode(' ' + bare))]
+    ends = ([] if params.ignore_eos else [eos]) + list(params.stop_token_ids)
+    bias = dict(params.logit_bias)
+    def adjusted(i, x):
+        if params.allowed_token_ids is not None and i not in params.allowed_token_ids: return -INF
+        if any(form == (output + [i])[-len(form):] for form in forms): return -INF
+        if bias.get(i) == -100 or 100 in bias.values() and bias.get(i) != 100: return -INF
+        if bias.get(i, 0) != 100: x += bias.get(i, 0)
+        if i in prompt or i in output: x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
+        x -= params.frequency_penalty * output.count(i)
+        x -= params.presence_penalty * (i in output)
+        return -INF if len(output) < params.min_tokens and i in ends else x
+    return [adjusted(i, float(x)) for i, x in enumerate(row)]
+
+def through(row, stages):
+    for stage in stages.values():
+        before = row.copy()
+        new = stage(row)
+        assert np.array_equal(row, before)
+        row = new
+    return row
+
+@given(wide, steering, lists, lists, st.sampled_from([None, 0, 7]))
+@settings(max_examples=600)
+def test_stages(row, fields, prompt, output, eos):
+    "Behaviours 38, 48 and 51: equal to the specification, to the last bit, in the order of the list; and greedy takes its best"
+    params = SamplingParams(temperature=0, **fields)
+    stages = logit_stages(params, prompt, output, eos, bad_sequences(params.bad_words, encode))
+    expected = stages_spec(row, params, prompt, output, eos)
+    assert through(row, stages).tolist() == expected
+    if max(expected) > -INF: assert sample(row, params, .5, stages) == expected.index(max(expected))
+    else:
+        with pytest.raises(BadLogits, match='all 8 logits are -inf after '): sample(row, params, .5, stages)
+
+@given(steering, lists, lists, st.lists(wide, min_size=1, max_size=4), st.integers(1, 20))
+@settings(max_examples=300)
+def test_counts_are_only_a_shortcut(fields, prompt, output, rows, every):
+    "Stages kept from the first token on, asked at odd times, equal stages made anew: before and after a preemption, behind any draft"
+    params = SamplingParams(**fields)
+    sequences, kept_output = bad_sequences(params.bad_words, encode), []
+    kept = logit_stages(params, prompt, kept_output, 7, sequences)
+    for i, token_id in enumerate(output):
+        kept_output.append(token_id)
+        if i % every: continue
+        new = logit_stages(params, list(prompt), list(kept_output), 7, sequences)
+        row = rows[i % len(rows)]
+        assert through(row, kept).tolist() == through(row, new).tolist()
+
+def test_nothing_asked_nothing_done():
+    assert logit_stages(SamplingParams(), [1], [2], 0) == {}
+    row = np.array([0, 1, 2], dtype=np.float32)
+    for fields, sequences in ((dict(min_tokens=2), ()), (dict(bad_words=['x']), [([5], 1)])):
+        assert through(row, logit_stages(SamplingParams(**fields), [1], [2, 2], 0, sequences)) is row
+    assert logit_stages(SamplingParams(temperature=0, top_k=3, n=5, logprobs=1, prompt_logprobs=1, stop=['x'], seed=1), [1], [2], 0) == {}
+
+def test_the_order_of_stages():
+    every = dict(allowed_token_ids=[1], bad_words=['a'], logit_bias={1: 1}, repetition_penalty=2, frequency_penalty=1, presence_penalty=1, min_tokens=1)
+    assert list(logit_stages(SamplingParams(**every), [], [], 0, [([], 0)])) == list(every)
+
+@pytest.mark.parametrize('bias, expected', [
+    ({0: -100}, [-INF, 2, -3]), ({0: 100}, [1, -INF, -INF]), ({0: 100, 2: 100}, [1, -INF, -3]), ({0: 100, 1: 50}, [1, -INF, -INF]), ({0: 100, 1: -100}, [1, -INF, -INF]),
+    ({0: 99.9}, [100.9, 2, -3]), ({0: -99.9}, [-98.9, 2, -3]), ({2: 4.5}, [1, 2, 1.5]), ({0: 0}, [1, 2, -3])])
+def test_bias(bias, expected):
+    "Behaviour 48"
+    row = np.array([1, 2, -3], dtype=np.float32)
+    assert through(row, logit_stages(SamplingParams(logit_bias=bias), [], [])).tolist() == expected
+    assert apply_bias(row, np.array(list(bias)), np.array([*bias.values()], float)).tolist() == expected
+
+def test_a_forced_token_comes_whatever_the_model_says():
+    "Behaviour 48: −100 never, +100 always, at any temperature and in 200 draws"
+    row = np.array([40, -80, 0, 30], dtype=np.float32)
+    for fields in ({}, dict(temperature=0), dict(temperature=100.), dict(top_k=1), dict(top_p=.1)):
+        forced, without = (logit_stages(SamplingParams(logit_bias=bias), [], []) for bias in ({1: 100}, {0: -100}))
+        assert {sample(row, SamplingParams(**fields), uniform(1, 0, p), forced) for p in range(200)} == {1}
+        assert 0 not in {sample(row, SamplingParams(**fields), uniform(1, 0, p), without) for p in range(200)}
+
+def test_a_tiny_repetition_penalty_overflows_for_its_request_alone():
+    row = np.array([1, 2, -3], dtype=np.float32)
+    with pytest.raises(BadLogits, match=r'the logit at token id 0 of 3 is \+inf after repetition_penalty'):
+        sample(row, SamplingParams(), .5, logit_stages(SamplingParams(repetition_penalty=5e-324), [0], []))
+
+def test_repetition_reads_signs():
+    row = np.array([4, -4, 0, -INF, 4], dtype=np.float32)
+    seen = np.array([True, True, True, True, False])
+    assert penalize_repetition(row, seen, 2.).tolist() == [2, -8, 0, -INF, 4]
+    assert penalize_repetition(row, seen, .5).tolist() == [8, -2, 0, -INF, 4]
+
+def test_counts_pass_over_prompt_ids_that_have_no_row():
+    counts = TokenCounts([2, 9, 4, 3], [1, 1]).catch_up(4)
+    assert (counts.counts.tolist(), counts.seen.tolist()) == ([0, 2, 0, 0], [False, True, True, True])
+
+def test_counts_work_for_the_new_token_only():
+    "What a token costs does not depend on how many there are: of the lists only new entries are read"
+    class Watched(list):
+        def __getitem__(self, key):
+            found = super().__getitem__(key)
+            read.append(len(found) if isinstance(key, slice) else 1)
+            return found
+        def __iter__(self): raise AssertionError('read as a whole')
+    output, read = Watched(), []
+    params = SamplingParams(repetition_penalty=1.5, frequency_penalty=.5, presence_penalty=.5, bad_words=['ab', 'ccb', 'b'], min_tokens=3)
+    stages = logit_stages(params, [1], output, 0, bad_sequences(params.bad_words, encode))
+    for n in range(60):
+        read.clear()
+        through(np.arange(8, dtype=np.float32), stages)
+        assert sum(read) <= 12, (n, read)
+        output.append(n % 8)
+
+def test_bad_words_in_both_forms():
+    "With and without a blank, whatever was given; none twice, none that can't be written"
+    def encode(text):
+        if '?' in text: raise ValueError('?')
+        return [1000] if text == ' cat' else [ord(c) for c in text]
+    assert bad_sequences(('cat',), encode) == bad_sequences((' cat',), encode) == bad_sequences(('cat', '  cat'), encode) == [([99, 97], 116), ([], 1000)]
+    assert bad_sequences(('a?',), encode) == [] and bad_sequences((), encode) == []
+    assert bad_sequences((' ',), encode) == [([], 32), ([32], 32)]
+    assert bad_sequences(('x',), lambda text: []) == []
+
+@pytest.mark.parametrize('output, expected', [([], [5]), ([1], [5]), ([1, 2], [3, 5]), ([1, 2, 3], [5]), ([0, 1, 2], [3, 5]), ([2], [5]), ([1, 2, 2], [5]), ([2, 1, 2, 1, 2], [3, 5])])
+def test_completing(output, expected): assert completing(output, [([1, 2], 3), ([], 5), ([1] * 9, 4)]) == expected
+
+@given(words.filter(len), st.lists(st.integers(0, 3), max_size=6), st.integers(0, 10**6))
+def test_no_bad_word_is_ever_written(bad_words, prompt, seed):
+    "Behaviour: from any distribution the output never holds a bad word, as tokens and so as text"
+    params, output = SamplingParams(bad_words=bad_words), []
+    stages = logit_stages(params, prompt, output, None, bad_sequences(params.bad_words, encode))
+    for position in range(30):
+        try: output.append(sample(np.zeros(4, np.float32), params, uniform(seed, 0, position), stages))
+        except BadLogits: break
+        assert not any((word.lstrip() or word) in ''.join('abc '[i] for i in output) for word in bad_words)
+
+def test_penalties_break_a_loop():
+    "Behaviour 51: a model that always wants the same token gives way after as many times as the penalties say"
+    row = np.array([3, 2, 0, -9], dtype=np.float32)
+    for fields, expected in (({}, [0] * 6), (dict(presence_penalty=1.5), [0, 1, 0, 0, 0, 0]), (dict(frequency_penalty=.4), [0, 0, 0, 1, 0, 1]),
+                             (dict(repetition_penalty=2.), [0, 1, 0, 0, 0, 0]), (dict(frequency_penalty=-1), [0] * 6)):
+        output = []
+        stages = logit_stages(SamplingParams(**fields), [], output)
+        for _ in range(6): output.append(sample(row, SamplingParams(temperature=0), 0., stages))
+        assert output == expected, fields
+    assert sample(row, SamplingParams(temperature=0), 0., logit_stages(SamplingParams(repetition_penalty=2.), [0], [])) == 1
+    assert sample(row, SamplingParams(temperature=0), 0., logit_stages(SamplingParams(frequency_penalty=2., presence_penalty=2.), [0], [])) == 0
 
 
 # ---- stop strings

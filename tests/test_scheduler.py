@@ -8,76 +8,117 @@ from minigpt.scheduler import Limits, QueueFull, Request, RequestState, Schedule
 
 NO_TIME_LIMIT = settings(max_examples=300, deadline=None, derandomize=True)
 
-limits = st.builds(dict, block_size=st.integers(1, 5), max_num_seqs=st.integers(1, 4), max_num_batched_tokens=st.integers(1, 12), max_waiting_requests=st.integers(1, 6))
-guests = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=8)  # step of arrival, prompt, answer
+limits = st.builds(dict, block_size=st.integers(1, 5), max_num_seqs=st.integers(1, 4), max_num_batched_tokens=st.integers(1, 12), max_waiting_requests=st.integers(1, 6),
+                   enable_prefix_caching=st.booleans(), full_reservation=st.booleans(), watermark_blocks=st.integers(0, 3), max_chunk_tokens=st.none() | st.integers(1, 6),
+                   max_num_kv_reads=st.none() | st.integers(1, 60), max_waiting_tokens=st.none() | st.integers(10, 60))
+# step of arrival, prompt, answer, choices, priority, key, where the prompt leaves the common beginning
+guests = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 20), st.integers(1, 12), st.sampled_from((1, 1, 1, 2, 3)), st.sampled_from((0, 0, 1)), st.sampled_from('xxy'), st.integers(0, 12)),
+                  min_size=1, max_size=8)
 
 
 def audit(s):
-    "Every block is free or held, counts equal holders, and nobody is in two places"
+    "Every block is free or held, counts equal holders, nobody is in two places, and found blocks hold what their entry says"
+    s.audit()
     held = [i for r in s.running for i in r.block_table]
     assert [held.count(i) for i in range(s.pool.num_blocks)] == s.pool.ref_counts
-    assert sorted(held + list(s.pool.free_ids)) == list(range(s.pool.num_blocks))
+    assert sorted({*held, *s.pool.free_ids}) == list(range(s.pool.num_blocks)) and not set(held) & set(s.pool.free_ids)
     assert all(r.state is RequestState.RUNNING for r in s.running) and all(r.state is RequestState.WAITING and not r.block_table for r in s.waiting)
-    for queue in (s.running, s.waiting): assert [r.arrival for r in queue] == sorted(r.arrival for r in queue)
-    assert len(s.running) <= s.limits.max_num_seqs
+    for queue in (s.running, s.waiting): assert [r.order for r in queue] == sorted(r.order for r in queue)
+    assert len({id(r) for r in (*s.running, *s.waiting)}) == len(s.running) + len(s.waiting)
+    assert sum(r.num_choices for r in s.running) <= s.limits.max_num_seqs
+    assert set(s.served) == {r.key for r in (*s.running, *s.waiting)}
+    prefix = s.ledger.prefix
+    if prefix is None: return
+    assert len(prefix.by_key) == len(prefix.by_block) and all(prefix.by_block[e.block_id] is e for e in prefix.by_key.values())
 
 
-def drive(scheduler, arrivals, aborts=(), max_steps=2000):
+class Contents:
+    "What the cache would hold: for each block the tokens written into its slots, and everything before them"
+    def __init__(self, scheduler): self.s, self.slots = scheduler, {}
+
+    def run(self, plan):
+        "Copy, write, and check that every position that a request can see holds its own past"
+        size = self.s.limits.block_size
+        before = dict(self.slots)
+        for source, target in plan.copies.values():
+            for i in range(size): self.slots[target, i] = before.get((source, i))
+        for p in plan.scheduled:
+            for pos in range(p.start, p.start + p.num_tokens): self.slots[p.request.block_table[pos // size], pos % size] = tuple(p.request.token_ids[:pos + 1])
+        for p in plan.scheduled:
+            for pos in range(p.start + p.num_tokens):
+                assert self.slots.get((p.request.block_table[pos // size], pos % size)) == tuple(p.request.token_ids[:pos + 1]), (p.request.id, pos)
+
+
+def make_request(name, prompt, answer, num_choices=1, priority=0, key='', apart=0):
+    tokens = [7] * min(apart, prompt) + [100 + int(name)] * (prompt - min(apart, prompt))
+    return Request(name, tokens, answer, num_choices, priority, key)
+
+
+def drive(scheduler, arrivals, aborts=(), max_steps=3000):
     "Step until all is done. Returns the records, who was refused, and all requests by id"
-    s, records, refused, known = scheduler, [], {}, {}
-    arrivals = sorted(((step, str(n), prompt, answer) for n, (step, prompt, answer) in enumerate(arrivals)))
+    s, records, refused, known, contents = scheduler, [], {}, {}, Contents(scheduler)
+    arrivals = sorted((step, str(n), *rest) for n, (step, *rest) in enumerate(arrivals))
     while arrivals or s.waiting or s.running:
         assert s.num_steps < max_steps, 'livelock'
         while arrivals and arrivals[0][0] <= s.num_steps:
-            _, name, prompt, answer = arrivals.pop(0)
-            before = s.num_arrived, len(s.waiting), list(s.record.arrived)
-            request = Request(name, [7] * prompt, answer)
+            _, name, *rest = arrivals.pop(0)
+            before = s.num_arrived, list(s.waiting), list(s.record.arrived), dict(s.served)
+            request = make_request(name, *rest)
             try: s.add(request)
             except (ValueError, QueueFull) as e:
                 refused[name] = e
-                assert before == (s.num_arrived, len(s.waiting), s.record.arrived)
+                assert before == (s.num_arrived, s.waiting, s.record.arrived, s.served)
             else: known[name] = request
         for step, name in aborts:
             if step == s.num_steps and name in known: s.finish(known[name], 'abort')
         audit(s)
         could_run = bool(s.running or s.waiting)
-        seats_before = len(s.running)
+        running_before = len(s.running)
         plan = s.schedule()
         audit(s)
-        assert plan.num_tokens <= s.limits.max_num_batched_tokens
+        assert plan.num_tokens == sum(p.num_tokens for p in plan.scheduled) <= s.limits.max_num_batched_tokens
+        assert plan.num_kv_reads == sum(pos + 1 for p in plan.scheduled for pos in range(p.start, p.start + p.num_tokens))
+        if s.limits.max_num_kv_reads: assert plan.num_kv_reads <= s.limits.max_num_kv_reads or [p.num_tokens for p in plan.scheduled] == [1]
         assert plan.scheduled or not could_run, 'an empty step although something could run'
         assert len({p.request.id for p in plan.scheduled}) == len(plan.scheduled)
-        if s.record.preempted: assert not s.record.admitted and len(s.running) < seats_before
+        if s.record.preempted: assert not s.record.admitted and len(s.running) < running_before and not s.limits.full_reservation
         for p in plan.scheduled:
             assert 1 <= p.num_tokens <= p.request.num_uncomputed_tokens and p.start == p.request.num_computed_tokens
             assert len(p.request.block_table) >= blocks_needed(p.start + p.num_tokens, s.limits.block_size)
-        s.update(plan, {p.request.id: 7 for p in plan.scheduled if p.catches_up})
-        for p in plan.scheduled:
-            if p.request.num_tokens - p.request.num_prompt_tokens == p.request.max_tokens or p.request.num_tokens == s.limits.max_seq_len: s.finish(p.request, 'length')
+            for pos in range(p.start, p.start + p.num_tokens): assert s.pool.ref_counts[p.request.block_table[pos // s.limits.block_size]] == 1, 'a write into a shared block'
+        contents.run(plan)
+        s.update(plan)
+        for p in [p for p in plan.scheduled if p.catches_up]:
+            for r in s.fork(p.request):
+                known[r.id] = r
+                r.token_ids.append(1000 + len(r.token_ids) + 50 * len(r.id))
+                if r.num_tokens - r.num_prompt_tokens == r.max_tokens or r.num_tokens == s.limits.max_seq_len: s.finish(r, 'length')
         records.append(s.close_step(plan).to_dict())
         assert all(isinstance(line, str) for line in explain(records[-1]))
     audit(s)
-    assert s.pool.num_free == s.pool.num_blocks
+    assert s.pool.num_free == s.pool.num_blocks and s.served == {}
     return records, refused, known
 
 
 @NO_TIME_LIMIT
-@given(limits, guests, st.integers(1, 14), st.lists(st.tuples(st.integers(0, 30), st.sampled_from('01234567')), max_size=4))
+@given(limits, guests, st.integers(1, 14), st.lists(st.tuples(st.integers(0, 30), st.sampled_from(['0', '1', '2', '3', '1#1', '2#2'])), max_size=4))
 def test_everyone_finishes_and_every_step_is_sound(limits, guests, num_blocks, aborts):
     limits = Limits(max_seq_len=24, **limits)
     records, refused, known = drive(Scheduler(BlockPool(num_blocks), limits), guests, aborts)
-    for name, (_, prompt, answer) in enumerate(guests):
+    for name, (_, prompt, answer, num_choices, *_) in enumerate(guests):
         fits = True
-        try: check_fits(prompt, answer, limits, num_blocks)
+        try: check_fits(prompt, answer, limits, num_blocks, num_choices)
         except ValueError: fits = False
         assert fits == (not isinstance(refused.get(str(name)), ValueError))
     aborted = {f['id'] for r in records for f in r['finished'] if f['reason'] == 'abort'}
     for name, request in known.items():
-        _, prompt, answer = guests[int(name)]
+        _, prompt, answer, *_ = guests[int(name.split('#')[0])]
         assert request.state is RequestState.FINISHED
         if name not in aborted: assert request.num_tokens == min(prompt + answer, 24)
     ended = [f['id'] for r in records for f in r['finished']]
     assert sorted(ended) == sorted(known)  # all, and none twice
+    for name, (_, _, _, num_choices, *_) in enumerate(guests):
+        if str(name) in known and str(name) not in aborted: assert sum(i.split('#')[0] == str(name) for i in known) == num_choices
 
 
 @NO_TIME_LIMIT
@@ -91,27 +132,44 @@ def test_records_tell_the_block_tables(limits, guests, num_blocks):
             return super().close_step(plan)
     records, _, _ = drive(Watched(BlockPool(num_blocks), Limits(max_seq_len=24, **limits)), guests)
     assert block_tables(records) == seen
-    for r, tables in zip(records, seen): assert r['num_free_blocks'] == num_blocks - sum(map(len, tables.values()))
+    without_keyframes = [r | dict(keyframe=None) if i else r for i, r in enumerate(records)]
+    assert block_tables(without_keyframes) == seen
+    for r, tables in zip(records, seen): assert r['num_free_blocks'] == num_blocks - len({i for t in tables.values() for i in t})
 
 
 @NO_TIME_LIMIT
 @given(limits, guests, st.integers(1, 14))
-def test_who_came_first_is_never_preempted(limits, guests, num_blocks):
-    records, _, known = drive(Scheduler(BlockPool(num_blocks), Limits(max_seq_len=24, **limits)), guests)
-    live = []
+def test_who_comes_first_is_never_preempted(limits, guests, num_blocks):
+    "Of those that run, the first in order of priority and arrival never has to go"
+    scheduler = Scheduler(BlockPool(num_blocks), Limits(max_seq_len=24, **limits))
+    class Watched(list):
+        def remove(self, request):
+            if any(p['id'] == request.id for p in scheduler.record.preempted): assert request is not self[0] or len(self) == 1
+            super().remove(request)
+    scheduler.running = Watched()
+    records, _, _ = drive(scheduler, guests)
     for r in records:
-        live = sorted({*live, *r['arrived']}, key=lambda i: known[i].arrival)
-        for p in r['preempted']: assert p['id'] != live[0]
-        live = [i for i in live if i not in {f['id'] for f in r['finished']}]
+        for p in r['preempted']: assert p['reason']
 
 
 @NO_TIME_LIMIT
-@given(guests, st.integers(6, 14), st.integers(1, 4))
-def test_without_chunks_a_prompt_is_never_cut(guests, num_blocks, seats):
-    limits = Limits(4, 24, max_num_seqs=seats, max_num_batched_tokens=24, enable_chunked_prefill=False)
-    records, _, _ = drive(Scheduler(BlockPool(num_blocks), limits), guests)
+@given(guests, st.integers(6, 14), st.integers(3, 4), st.booleans())
+def test_without_chunks_a_prompt_is_never_cut(guests, num_blocks, seats, caching):
+    limits = Limits(4, 24, max_num_seqs=seats, max_num_batched_tokens=24, enable_chunked_prefill=False, enable_prefix_caching=caching)
+    records, _, known = drive(Scheduler(BlockPool(num_blocks), limits), guests)
     for r in records:
-        for s in r['scheduled']: assert s['start'] == 0 or s['num_tokens'] == 1
+        for s in r['scheduled']: assert s['id'] in r['admitted'] or s['num_tokens'] == 1
+
+
+@NO_TIME_LIMIT
+@given(guests, st.integers(6, 14))
+def test_caching_computes_less_and_never_more_than_once_without_preemption(guests, num_blocks):
+    sums = {}
+    for caching in (True, False):
+        records, _, known = drive(Scheduler(BlockPool(60), Limits(4, 24, enable_prefix_caching=caching, max_waiting_requests=50)), guests)
+        sums[caching] = sum(s['num_tokens'] for r in records for s in r['scheduled'])
+        assert not any(r['preempted'] for r in records)
+    assert sums[True] <= sums[False]
 
 
 def test_a_lone_request_takes_as_many_steps_as_chunks_and_tokens():
@@ -123,9 +181,10 @@ def test_a_lone_request_takes_as_many_steps_as_chunks_and_tokens():
 def test_two_long_requests_in_a_pool_for_one():
     "Two prompts of 80 tokens, 10 blocks of 16: when the first needs a block the second goes, and is first in the queue"
     s = Scheduler(BlockPool(10), Limits(16, 256))
-    a, b = Request('A', [7] * 80, 10), Request('B', [7] * 80, 10)
+    a, b = Request('A', [7] * 80, 10), Request('B', [8] * 80, 10)
     for r in (a, b): s.add(r)
-    s.update(plan := s.schedule(), {'A': 7, 'B': 7})
+    s.update(plan := s.schedule())
+    for r in (a, b): r.token_ids.append(7)
     assert [(p.request.id, p.num_tokens) for p in plan.scheduled] == [('A', 80), ('B', 80)]
     s.close_step(plan)
     s.add(Request('C', [7] * 3, 2))
@@ -150,7 +209,9 @@ def test_abort_in_every_state_gives_everything_back():
         requests = [Request(n, [7] * k, 5) for n, k in (('A', 6), ('B', 5), ('C', 3))]
         for r in requests: s.add(r)
         for _ in range(when):
-            s.update(plan := s.schedule(), {p.request.id: 7 for p in plan.scheduled if p.catches_up})
+            s.update(plan := s.schedule())
+            for p in plan.scheduled:
+                if p.catches_up: p.request.token_ids.append(9)
             s.close_step(plan)
         for r in requests:
             for _ in range(2): s.finish(r, 'abort')  # the second is quiet

@@ -140,8 +140,8 @@ BAD_FIELDS = [
     (dict(stream_options=dict(include_usage=True)), 'stream_options'), (dict(stream=False, stream_options=dict()), 'stream_options'),
     (dict(top_k=-2), 'top_k'), (dict(top_k=1.5), 'top_k'), (dict(min_p=2), 'min_p'), (dict(min_tokens=17), 'min_tokens'), (dict(min_tokens=-1), 'min_tokens'),
     (dict(stop_token_ids=[-1]), 'stop_token_ids'), (dict(stop_token_ids=5), 'stop_token_ids'), (dict(stop_token_ids=list(range(129))), 'stop_token_ids'),
-    (dict(ignore_eos=1), 'ignore_eos'), (dict(best_of=2), 'best_of'), (dict(frequency_penalty=.5), 'frequency_penalty'), (dict(presence_penalty=-1), 'presence_penalty'),
-    (dict(logit_bias={'5': 1}), 'logit_bias'), (dict(suffix='x'), 'suffix'), (dict(max_token=5), 'max_token'), ({'x' * 100_000: 1}, None), ({'\ud800': 1}, None),
+    (dict(ignore_eos=1), 'ignore_eos'), (dict(best_of=2), 'best_of'), (dict(frequency_penalty=2.5), 'frequency_penalty'), (dict(presence_penalty=-3), 'presence_penalty'), (dict(prompt_logprobs=1), 'prompt_logprobs'),
+    (dict(logit_bias={'5': 101}), 'logit_bias'), (dict(suffix='x'), 'suffix'), (dict(max_token=5), 'max_token'), ({'x' * 100_000: 1}, None), ({'\ud800': 1}, None),
     (dict(model=5), 'model'), (dict(model=None), 'model'), (dict(prompt=None), 'prompt'), (dict(stop='y' * 2_000_000), 'stop'), (dict(max_tokens='5' * 2_000_000), 'max_tokens'),
 ]
 
@@ -525,7 +525,7 @@ def test_eight_of_sixteen_are_killed_and_give_their_blocks_back(toy):
         assert [reason for _, reason in ends] == ['abort' if i < 8 else 'length']
         n = ends[0][0]
         assert len(records[n]['released'][ids[i]]) > 0  # its blocks are free in the same step
-        lent = sum(len(r['allocated'].get(ids[i], [])) for r in records) - sum(len(r['released'].get(ids[i], [])) for r in records)
+        lent = sum(len(r[field].get(ids[i], [])) for r in records for field in ('found', 'allocated')) - sum(len(r['released'].get(ids[i], [])) for r in records)
         last_run = max(k for k, r in enumerate(records) if any(s['id'] == ids[i] for s in r['scheduled']))
         assert lent == 0 and (last_run < n if i < 8 else last_run == n)
 
