@@ -9,8 +9,8 @@ __all__ = ['interleave', 'tail_share', 'bootstrap_ratio', 'verdict', 'Policy', '
            'record', 'open_record', 'compare', 'Workload', 'load_workload', 'torch_threads', 'best_seconds',
            'measure_bandwidth', 'measure_gemm', 'measure_roofs', 'linear_weights', 'predict', 'preset_config',
            'numba_report', 'packed_report', 'available_memory_gb', 'doctor', 'doctor_text', 'time_linears',
-           'python_command', 'repeat', 'bench_roofs', 'train_nano', 'bench_nano', 'bench_linears', 'bench_compare',
-           'benches']
+           'python_command', 'repeat', 'bench_roofs', 'train_nano', 'bench_nano', 'time_prefix', 'bench_prefix',
+           'bench_linears', 'bench_compare', 'benches']
 
 # %% ../nbs/18_bench.ipynb #ae457d9c
 import json
@@ -573,6 +573,43 @@ def bench_nano(text: str, out_root='bench_records', name='nano', threads=None, r
     calls = [f'train_nano({str(text)!r}, {1337 + i}, {threads})' for i in range(replicates)]
     return repeat(policy, calls, ('loss', 'seconds'), out_root, replace, on_replicate)
 
+# %% ../nbs/18_bench.ipynb #a727f14e
+def time_prefix(
+    caching: bool,  # Whether the prefix cache is on
+    shared: int,  # Tokens that all prompts begin with, 0 to 128
+    threads: int,
+    num_requests: int = 16,  # After one that warms the engine, and the cache
+) -> dict:  # `seconds` to the first token (median), and its `work`
+    "What a bench process prints: time to first token of preset `small` on prompts of 136 tokens"
+    from minigpt.engine import Engine, EngineConfig
+    from minigpt.kernels import prepare_for_inference, set_threads
+    from minigpt.sampling import SamplingParams
+    from minigpt.tokenizer import ByteTokenizer
+    set_threads(threads)
+    model = init_weights(GPT(GPTConfig(**PRESETS['small'], vocab_size=256)), torch.Generator().manual_seed(0))
+    engine = Engine(prepare_for_inference(model), ByteTokenizer(), EngineConfig(enable_prefix_caching=caching))
+    rng, times, computed = random.Random(0), [], 0
+    common = [rng.randrange(256) for _ in range(shared)]
+    for i in range(num_requests + 1):
+        prompt = common + [rng.randrange(256) for _ in range(136 - shared)]
+        start = time.perf_counter()
+        engine.add(str(i), prompt, SamplingParams(max_tokens=2, temperature=0))
+        while not any(o.token_ids for o in engine.step()): pass
+        times.append(time.perf_counter() - start)
+        if i: computed += sum(s['num_tokens'] for s in engine.records[-1]['scheduled'])
+        while engine.has_work: engine.step()
+    return dict(seconds=statistics.median(times[1:]), work=dict(prompt_tokens_computed=computed))
+
+def bench_prefix(
+    out_root='bench_records', name='prefix', threads=None, replicates=6, shared=128, on_replicate=None,
+) -> dict:
+    "Time to first token with the prefix cache (A) and without (B), for prompts that share their first `shared` tokens"
+    threads = threads or torch.get_num_threads()
+    policy = Policy(name, f'What is the prefix cache worth when prompts share {shared} of 136 tokens?', replicates=replicates,
+        threads=threads)
+    a, b = (python_command(f'time_prefix({caching}, {shared}, {threads}, {16 if shared else 48})') for caching in (True, False))
+    return asdict(compare(policy, a, b, Path(out_root) / name, on_replicate))
+
 # %% ../nbs/18_bench.ipynb #94c36e95
 def bench_linears(
     out_root='bench_records', name='linears', threads=None, replicates=6, preset='smollm2-135m', rows=1, on_replicate=None,
@@ -591,4 +628,4 @@ def bench_compare(
 
 def benches() -> dict:  # Name → function
     "What `minigpt bench NAME` can run"
-    return dict(roofs=bench_roofs, linears=bench_linears, nano=bench_nano, compare=bench_compare)
+    return dict(roofs=bench_roofs, linears=bench_linears, nano=bench_nano, prefix=bench_prefix, compare=bench_compare)

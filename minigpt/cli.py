@@ -51,7 +51,8 @@ def add_fields(
         kinds = {'int': int, 'float': float, 'str': str, 'bool': bool}
         kind = kinds[getattr(f.type, '__name__', str(f.type)).split(' ')[0]]
         options = dict(dest=f.name, default=argparse.SUPPRESS, help=help.replace('%', '%%'))
-        if kind is bool and f.name.startswith('enable_'): parser.add_argument('--no-' + f.name[7:].replace('_', '-'), action='store_false', **options)
+        if kind is bool and f.name.startswith('enable_'): parser.add_argument('--no-' + f.name[7:].replace('_', '-'),
+            action='store_false', **options)
         elif kind is bool: parser.add_argument('--' + f.name.replace('_', '-'), action=argparse.BooleanOptionalAction, **options)
         else: parser.add_argument('--' + f.name.replace('_', '-'), type=kind, metavar=kind.__name__.upper()[0], **options)
 
@@ -84,7 +85,8 @@ def prepare_with_bar(source: str, out: Path, **options) -> dict:
 
 def run_data(args: argparse.Namespace) -> int:
     "`minigpt data`: a text becomes token files; prints the manifest"
-    manifest = prepare_with_bar(args.source, Path(args.out), tokenizer=args.tokenizer, vocab_size=args.vocab_size, val_fraction=args.val_fraction, sha256=args.sha256)
+    manifest = prepare_with_bar(args.source, Path(args.out), tokenizer=args.tokenizer, vocab_size=args.vocab_size,
+        val_fraction=args.val_fraction, sha256=args.sha256)
     print(json.dumps(manifest, indent=1))
     return 0
 
@@ -106,7 +108,8 @@ def open_run(
     from minigpt.training import MetricsLog, TrainConfig, Trainer
     if preset not in PRESETS: raise UsageError(f"unknown preset {preset!r}; known are {', '.join(PRESETS)}")
     prepared, problems, log = load_data(data), [], MetricsLog(out/'metrics.jsonl')
-    if not resume and (log.offset or checkpoints(out/'checkpoints')): raise UsageError(f"{out} holds a run; go on with --resume, or choose another folder")
+    if not resume and (log.offset or checkpoints(out/'checkpoints')):
+        raise UsageError(f"{out} holds a run; go on with --resume, or choose another folder")
     checkpoint = latest(out/'checkpoints', problems)
     for problem in problems: say(f'skipped: {problem}')
     if resume and not checkpoint: raise UsageError(f"{out} holds no whole checkpoint to resume from")
@@ -189,7 +192,8 @@ def run_train(args: argparse.Namespace) -> int:
     set_threads(args.threads)
     out = Path(args.out)
     with only_one(out):
-        trainer, saver = open_run(Path(args.data), out, args.resume, args.preset or 'nano', given(args, GPTConfig), given(args, TrainConfig), args.checkpoint_every)
+        trainer, saver = open_run(Path(args.data), out, args.resume, args.preset or 'nano', given(args, GPTConfig), given(args,
+            TrainConfig), args.checkpoint_every)
         interrupted = train_with_bar(trainer, saver, min(args.stop_at or trainer.config.updates, trainer.config.updates))
     if trainer.num_updates: print(json.dumps(read_metrics(out/'metrics.jsonl')[-1]))
     if trainer.num_updates < trainer.config.updates:
@@ -212,7 +216,8 @@ def run_generate(args: argparse.Namespace) -> int:
     result = gathered('0', args.prompt, token_ids, seed, parts)
     answer = result.outputs[0]
     if answer.error: raise RuntimeError(answer.error)
-    print(json.dumps(dict(prompt=args.prompt, text=answer.text, token_ids=answer.token_ids, finish_reason=answer.finish_reason, seed=seed)) if args.json else '')
+    print(json.dumps(dict(prompt=args.prompt, text=answer.text, token_ids=answer.token_ids, finish_reason=answer.finish_reason,
+        seed=seed)) if args.json else '')
     return 0
 
 @contextmanager
@@ -240,13 +245,15 @@ def run_serve(args: argparse.Namespace) -> int:
     from minigpt.weights import load_model
     settings, loaded = EngineConfig(**given(args, EngineConfig)), load_model(args.model)
     set_threads(settings.threads)  # the linears are probed with as many as will run
-    if args.host not in ('127.0.0.1', 'localhost', '::1'): say(f'warning: {args.host} can be reached by other machines, and this server asks nobody who they are')
+    if args.host not in ('127.0.0.1', 'localhost', '::1'):
+        say(f'warning: {args.host} can be reached by other machines, and this server asks nobody who they are')
     with trace_to(args.trace) as on_record:
         engine = Engine(prepare_for_inference(loaded.model, settings.dtype), loaded.tokenizer, settings, on_record)
         with EngineRunner(engine, engine.set_threads) as runner:
             app = create_app(runner, loaded.tokenizer, loaded.name, engine.model_config.max_seq_len)
             def ready(url):
-                body = json.dumps(dict(model=loaded.name, prompt=loaded.tokenizer.decode([min(32, loaded.tokenizer.vocab_size - 1)]), max_tokens=40, stream=True))
+                body = json.dumps(dict(model=loaded.name, prompt=loaded.tokenizer.decode([min(32,
+                    loaded.tokenizer.vocab_size - 1)]), max_tokens=40, stream=True))
                 say(f"{loaded.name}: {url}/v1  (Ctrl-C ends it)\n  curl {url}/v1/completions -H 'content-type: application/json' -d {shlex.quote(body)}")
             serve_forever(app, args.host, args.port, ready)
             if runner.error: raise RuntimeError(f'the engine failed: {runner.error}')
@@ -279,12 +286,14 @@ def run_bench(args: argparse.Namespace) -> int:
     from minigpt.bench import benches
     known = benches()
     if args.name not in known: raise UsageError(f"unknown benchmark {args.name!r}; known are {', '.join(known)}")
-    function, options = known[args.name], dict(out_root=args.out, replace=args.replace or None, threads=args.threads, name=args.record, replicates=args.replicates, a=args.a, b=args.b, text=args.text)
+    function, options = known[args.name], dict(out_root=args.out, replace=args.replace or None, threads=args.threads,
+        name=args.record, replicates=args.replicates, a=args.a, b=args.b, text=args.text, shared=args.shared)
     options = {k: v for k, v in options.items() if v is not None}
     takes = inspect.signature(function).parameters
     for name in options.keys() - takes.keys(): raise UsageError(f"bench {args.name} takes no --{name}")
     for name, p in takes.items():
-        if p.default is p.empty and p.kind is not p.VAR_KEYWORD and name not in options: raise UsageError(f"bench {args.name} needs --{name}")
+        if p.default is p.empty and p.kind is not p.VAR_KEYWORD and name not in options:
+            raise UsageError(f"bench {args.name} needs --{name}")
     with progress_bar(None, ' runs') as bar: summary = function(**options, on_replicate=lambda run: bar.update())
     print(json.dumps(summary, indent=1))
     return 0
@@ -295,7 +304,9 @@ def sample_text(model, tokenizer, prompt: str, max_tokens: int = 120) -> str:
     from minigpt.kv_cache import generate
     from minigpt.sampling import SamplingParams
     model.eval()
-    try: return generate(model, tokenizer.encode(prompt), SamplingParams(max_tokens=max_tokens, temperature=0.8, top_k=20, seed=1), tokenizer=tokenizer).text
+    try:
+        return generate(model, tokenizer.encode(prompt), SamplingParams(max_tokens=max_tokens, temperature=0.8, top_k=20,
+            seed=1), tokenizer=tokenizer).text
     finally: model.train()
 
 def stream_completion(
@@ -454,8 +465,9 @@ def make_parser(command: str | None = None) -> Parser:  # Whose own flags are ne
     p.add_argument('--threads', type=int, metavar='N')
 
     p = add('bench', run_bench, 'measure, and keep the raw numbers')
-    p.add_argument('name', metavar='NAME', help='roofs, linears, nano, compare')
+    p.add_argument('name', metavar='NAME', help='roofs, linears, nano, prefix, compare')
     p.add_argument('--text', metavar='FILE', help='for nano')
+    p.add_argument('--shared', type=int, metavar='N', help='for prefix: tokens that all prompts begin with, 0 to 128')
     p.add_argument('--a', metavar='COMMAND', help='for compare')
     p.add_argument('--b', metavar='COMMAND', help='for compare')
     p.add_argument('--out', default='bench_records', metavar='DIR')
@@ -476,7 +488,8 @@ def add_train_fields(parser: argparse.ArgumentParser):
 def add_sampling_fields(parser: argparse.ArgumentParser):
     "Flags of `minigpt generate` that are fields of `SamplingParams`"
     from minigpt.sampling import SamplingParams
-    add_fields(parser, SamplingParams, skip=('n', 'logit_bias', 'allowed_token_ids', 'bad_words', 'stop', 'stop_token_ids', 'include_stop_str_in_output',
+    add_fields(parser, SamplingParams, skip=('n', 'logit_bias', 'allowed_token_ids', 'bad_words', 'stop', 'stop_token_ids',
+        'include_stop_str_in_output',
                                              'logprobs', 'prompt_logprobs'))
 
 def add_engine_fields(parser: argparse.ArgumentParser):
@@ -496,7 +509,8 @@ def main(
         args = make_parser(argv[0] if argv else None).parse_args(argv)
         return args.function(args)
     except UsageError as e: message, code = str(e), 2
-    except (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError) as e: message, code = f'minigpt: {one_line(e)}', 2
+    except (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError,
+        IsADirectoryError) as e: message, code = f'minigpt: {one_line(e)}', 2
     except KeyboardInterrupt: message, code = 'minigpt: interrupted', 130
     except BrokenPipeError:  # whoever read this has seen enough
         sys.stdout = open(os.devnull, 'w')  # or Python complains at exit

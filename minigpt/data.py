@@ -301,7 +301,8 @@ def survey(
                 yield text
     found = texts()
     first = next(found, None)
-    if first is None: raise DataError(f'{source}: 0 characters in {len(documents)} document{"s" * (len(documents) != 1)}; a corpus needs at least 2')
+    if first is None:
+        raise DataError(f'{source}: 0 characters in {len(documents)} document{"s" * (len(documents) != 1)}; a corpus needs at least 2')
     found = chain([first], found)
     if kind == 'bpe': tokenizer = BPETokenizer.train(found, vocab_size)
     elif kind == 'char': tokenizer = CharTokenizer.train(found)

@@ -49,7 +49,8 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().float().contiguous(), 8)  # a hint of 1 packs for one row, which then differs from two
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().float().contiguous(),
+            8)  # a hint of 1 packs for one row, which then differs from two
         self.bias = None if linear.bias is None else linear.bias.detach()
 
     def multiply(self, rows: Tensor) -> Tensor:
@@ -218,7 +219,8 @@ class PagedKVCache:
         if njit is None: return paged_attend_torch(q, keys, values, self.seen)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         with KERNEL_LOCK:
-            attend_rows(q.contiguous().numpy(), keys.numpy(), values.numpy(), self.tables, self.row_tables, self.positions, self.block_size, out.numpy())
+            attend_rows(q.contiguous().numpy(), keys.numpy(), values.numpy(), self.tables, self.row_tables, self.positions,
+                self.block_size, out.numpy())
         return out
 
     def slots_seen(self) -> list[Tensor]:

@@ -55,7 +55,8 @@ def check_config(config: GPTConfig):
         if type(value) is not int or value < 1: raise ValueError(f"{name}={value!r} must be an integer of at least 1")
     for name, allowed in CHOICES.items():
         if getattr(c, name) not in allowed: raise ValueError(f"{name}={getattr(c, name)!r} must be one of {', '.join(allowed)}")
-    if c.n_embd % c.n_head and c.head_dim * c.n_head < c.n_embd: raise ValueError(f"n_embd={c.n_embd} must be a multiple of n_head={c.n_head}")
+    if c.n_embd % c.n_head and c.head_dim * c.n_head < c.n_embd:
+        raise ValueError(f"n_embd={c.n_embd} must be a multiple of n_head={c.n_head}")
     if c.n_head % c.n_kv_head: raise ValueError(f"n_head={c.n_head} must be a multiple of n_kv_head={c.n_kv_head}")
     if c.position == 'rope' and c.head_dim % 2: raise ValueError(f"head_dim={c.head_dim} must be even for rotary positions")
     if not 0 <= c.dropout < 1: raise ValueError(f"dropout={c.dropout} must be at least 0 and below 1")

@@ -64,7 +64,8 @@ def audit(
         for i in table: holders[i] += 1
     for i, (count, wanted) in enumerate(zip(pool.ref_counts, holders)):
         if count != wanted: raise AuditError(f"block {i} counts {count} holders and has {wanted}")
-        if (count == 0) != (i in pool.free_ids): raise AuditError(f"block {i} has {count} holders and is {'' if i in pool.free_ids else 'not '}free")
+        if (count == 0) != (i in pool.free_ids):
+            raise AuditError(f"block {i} has {count} holders and is {'' if i in pool.free_ids else 'not '}free")
 
 # %% ../nbs/10_paging.ipynb #05eb2272
 def blocks_needed(

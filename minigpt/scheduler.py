@@ -93,7 +93,7 @@ RECORD_VERSION, KEYFRAME_EVERY = 1, 64
 
 @dataclass
 class StepRecord:
-    "What happened in a step and since the one before, and why; as JSON, one line of a trace. Blocks are given as changes, and whole in every 64th step"
+    "What happened in a step and since the one before, and why: a line of a trace. Blocks are given as changes, and whole in every 64th step"
     step: int
     num_blocks: int
     block_size: int
@@ -160,11 +160,13 @@ def check_fits(
     "Raise `ValueError` for a request that could not run even if it were alone"
     l = limits
     if num_prompt_tokens < 1: raise ValueError("the prompt has 0 tokens, at least 1 is needed")
-    if num_prompt_tokens >= l.max_seq_len: raise ValueError(f"a prompt of {num_prompt_tokens} tokens leaves no room for an answer in a context of {l.max_seq_len}")
+    if num_prompt_tokens >= l.max_seq_len:
+        raise ValueError(f"a prompt of {num_prompt_tokens} tokens leaves no room for an answer in a context of {l.max_seq_len}")
     if num_choices > l.max_num_seqs: raise ValueError(f"{num_choices} choices need as many seats, there are {l.max_num_seqs}")
     needed = num_growth_blocks(num_prompt_tokens, max_tokens, l, num_choices if l.full_reservation else 1)
     needed = max(needed, blocks_needed(num_prompt_tokens, l.block_size) + num_fork_copies(num_prompt_tokens, num_choices, l.block_size))
-    if needed > num_blocks: raise ValueError(f"prompt and answer may need {needed} blocks of {l.block_size} tokens, the whole pool has {num_blocks}")
+    if needed > num_blocks:
+        raise ValueError(f"prompt and answer may need {needed} blocks of {l.block_size} tokens, the whole pool has {num_blocks}")
 
 def num_fork_copies(num_prompt_tokens: int, num_choices: int, block_size: int) -> int:
     "Blocks that the choices of a forked request copy at once: each but the last to write needs its own partial block"
@@ -196,7 +198,8 @@ class Ledger:
         if entries: self.record.found[request.id] = list(request.block_table)
         is_again = request.num_cached_tokens is not None
         if not is_again: request.num_cached_tokens = request.num_computed_tokens
-        if self.prefix is not None and request.reads_cache: self.prefix.stats.count(request.num_tokens, request.num_computed_tokens, is_again)
+        if self.prefix is not None and request.reads_cache: self.prefix.stats.count(request.num_tokens,
+            request.num_computed_tokens, is_again)
 
     def lend(self, request: Request, num_blocks: int):
         "Add blocks to a request's table; raises `OutOfBlocks` and adds none"
@@ -227,7 +230,8 @@ class Ledger:
 
     def fork(self, request: Request, child: Request):
         "Let a new request hold all blocks of another"
-        child.block_table, child.entries, child.block_keys = self.pool.share(list(request.block_table)), list(request.entries), list(request.block_keys)
+        child.block_table = self.pool.share(list(request.block_table))
+        child.entries, child.block_keys = list(request.entries), list(request.block_keys)
         self.record.forked[child.id] = request.id
 
     def enter(self, request: Request):
@@ -281,7 +285,8 @@ class Scheduler:
         l, n = self.limits, request.num_choices
         check_fits(request.num_tokens, request.max_tokens, l, self.pool.num_blocks, n)
         num_requests, num_tokens = (sum(getattr(r, name) for r in self.waiting) for name in ('num_choices', 'num_tokens'))
-        if num_requests + n > l.max_waiting_requests: raise QueueFull(f"{num_requests} requests wait and {n} would come, at most {l.max_waiting_requests} may")
+        if num_requests + n > l.max_waiting_requests:
+            raise QueueFull(f"{num_requests} requests wait and {n} would come, at most {l.max_waiting_requests} may")
         if l.max_waiting_tokens and num_tokens + request.num_tokens > l.max_waiting_tokens:
             raise QueueFull(f"{num_tokens} tokens wait and {request.num_tokens} would come, at most {l.max_waiting_tokens} may")
         request.arrival, self.num_arrived = self.num_arrived, self.num_arrived + n
@@ -315,7 +320,8 @@ class Scheduler:
         "When a prompt with several choices is computed: a request for each, all holding its blocks"
         children = []
         for i in range(1, request.num_choices):
-            child = Request(f'{request.id}#{i}', list(request.token_ids), request.max_tokens, 1, request.priority, request.key, request.salt, request.deadline, request.reads_cache)
+            child = Request(f'{request.id}#{i}', list(request.token_ids), request.max_tokens, 1, request.priority, request.key,
+                request.salt, request.deadline, request.reads_cache)
             child.arrival, child.num_computed_tokens, child.state = request.arrival + i, request.num_computed_tokens, RequestState.RUNNING
             child.num_cached_tokens = request.num_cached_tokens
             self.ledger.fork(request, child)
@@ -404,18 +410,22 @@ def why_not(scheduler: Scheduler, request: Request, found: list[Entry], plan: St
     num_new = request.num_tokens - len(found) * l.block_size
     left = share_of(s, request, len(found) * l.block_size, plan)
     if s.record.preempted: return f"{who} waits: {' and '.join(p['id'] for p in s.record.preempted)} had to go in this step"
-    if seats + request.num_choices > l.max_num_seqs: return f"{who} needs {counted(request.num_choices, 'seat')}, {seats} of {l.max_num_seqs} are taken"
+    if seats + request.num_choices > l.max_num_seqs:
+        return f"{who} needs {counted(request.num_choices, 'seat')}, {seats} of {l.max_num_seqs} are taken"
     if left < (1 if l.enable_chunked_prefill else num_new):
-        return f"{who} needs {counted(num_new, 'token')}, {l.max_num_batched_tokens - plan.num_tokens} of the step's {l.max_num_batched_tokens} are left"
+        budget = l.max_num_batched_tokens
+        return f"{who} needs {counted(num_new, 'token')}, {budget - plan.num_tokens} of the step's {budget} are left"
     revived = sum(pool.ref_counts[e.block_id] == 0 for e in found)
     if l.full_reservation:
         needed, kept = num_growth_blocks(request.num_prompt_tokens, request.max_tokens, l, request.num_choices), num_promised(s)
     else:
-        needed = blocks_needed(request.num_tokens, l.block_size) + num_fork_copies(request.num_prompt_tokens, request.num_choices, l.block_size)
+        needed = blocks_needed(request.num_tokens, l.block_size) + num_fork_copies(request.num_prompt_tokens,
+            request.num_choices, l.block_size)
         kept = l.watermark_blocks if s.running else 0
     needed += revived - len(found)
     if needed > pool.num_free - kept:
-        return f"{who} needs {counted(needed, 'block')}, {pool.num_free} of {pool.num_blocks} are free" + (f", {kept} are kept for those who run" if kept else '')
+        reason = f"{who} needs {counted(needed, 'block')}, {pool.num_free} of {pool.num_blocks} are free"
+        return reason + (f", {kept} are kept for those who run" if kept else '')
     return None
 
 def admit(scheduler: Scheduler, plan: StepPlan):
@@ -470,10 +480,12 @@ def explain(
     for s in record['scheduled']:
         found = len(record['found'].get(s['id'], [])) if s['id'] in admitted else 0
         entered = (' entered' + (f", found {counted(found * size, 'token')} computed" if found else '') + ' and') if s['id'] in admitted else ''
-        said.append(f"{s['id']}{entered} {'decoded' if s['phase'] == 'decode' else 'computed'} {counted(s['num_tokens'], 'token')} from position {s['start']}")
+        verb = 'decoded' if s['phase'] == 'decode' else 'computed'
+        said.append(f"{s['id']}{entered} {verb} {counted(s['num_tokens'], 'token')} from position {s['start']}")
     said += [f"{i} copied block {shared} to {own}, because others hold it" for i, (shared, own) in record['copied'].items()]
     said += [f"{child} was forked from {parent}" for child, parent in record['forked'].items()]
-    if record['evicted']: said.append(f"{counted(len(record['evicted']), 'block')} can't be found any more, overwritten: {', '.join(map(str, record['evicted']))}")
+    evicted = ', '.join(map(str, record['evicted']))
+    if evicted: said.append(f"{counted(len(record['evicted']), 'block')} can't be found any more, overwritten: {evicted}")
     behind = record['num_waiting'] - 1
     if record['head_waits']: said.append(record['head_waits'] + (f"; {behind} more wait{'s' * (behind == 1)}" if behind > 0 else ''))
     return said + [f"{f['id']} finished: {f['reason']}" for f in record['finished']]
@@ -489,7 +501,8 @@ def read_trace(
         try: record = json.loads(line)
         except (ValueError, RecursionError) as e: raise ValueError(f"line {n} of the trace is no JSON: {e}") from e
         if not isinstance(record, dict) or 'version' not in record: raise ValueError(f"line {n} of the trace is no step record")
-        if record['version'] != RECORD_VERSION: raise ValueError(f"line {n} of the trace has version {record.get('version')}, this one reads {RECORD_VERSION}")
+        if record['version'] != RECORD_VERSION:
+            raise ValueError(f"line {n} of the trace has version {record.get('version')}, this one reads {RECORD_VERSION}")
         for name, example in vars(StepRecord(0, 1, 1)).items():
             if name not in record or type(example) in (int, list, dict) and type(record[name]) is not type(example):
                 raise ValueError(f"line {n} of the trace has {name}={record.get(name)!r}, not {type(example).__name__}")

@@ -100,7 +100,9 @@ async def read_body(
         async with asyncio.timeout(timeout_s):
             async for part in request.stream():
                 size += len(part)
-                if size > max_bytes: raise RequestError(413, f"the body has more than {max_bytes} bytes", code='body_too_large', headers={'Connection': 'close'})
+                if size > max_bytes:
+                    raise RequestError(413, f"the body has more than {max_bytes} bytes", code='body_too_large',
+                        headers={'Connection': 'close'})
                 parts.append(part)
     except TimeoutError: raise RequestError(408, f"the body did not come within {timeout_s:g} s", headers={'Connection': 'close'}) from None
     return b''.join(parts)

@@ -48,7 +48,8 @@ class TrainConfig:
             if not 0 < getattr(self, name) < math.inf: raise ValueError(f"{name}={getattr(self, name)} must be finite and above 0")
         for name in ('beta1', 'beta2'):
             if not 0 <= getattr(self, name) < 1: raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
-        if self.batch_size % self.grad_accum: raise ValueError(f"batch_size={self.batch_size} must be a multiple of grad_accum={self.grad_accum}")
+        if self.batch_size % self.grad_accum:
+            raise ValueError(f"batch_size={self.batch_size} must be a multiple of grad_accum={self.grad_accum}")
         if self.min_lr > self.learning_rate: raise ValueError(f"min_lr={self.min_lr} must not exceed learning_rate={self.learning_rate}")
 
 # %% ../nbs/05_training.ipynb #410182a1
@@ -116,12 +117,14 @@ class Trainer:
         inputs, targets = self.sampler.next()
         loss = self.accumulate(inputs, targets)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.grad_clip)
-        if not math.isfinite(norm): raise FloatingPointError(f"update {self.num_updates}: gradient norm is {norm}, loss {loss:.4g}; no weight was changed")
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"update {self.num_updates}: gradient norm is {norm}, loss {loss:.4g}; no weight was changed")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.num_updates += 1
         metrics = dict(update=self.num_updates, loss=loss, lr=lr, grad_norm=norm.item(), num_tokens=self.num_updates * inputs.numel())
-        if self.num_updates % c.eval_every == 0 or self.num_updates == c.updates: metrics['val_loss'] = evaluate(self.model, self.val, c.eval_windows)
+        if self.num_updates % c.eval_every == 0 or self.num_updates == c.updates: metrics['val_loss'] = evaluate(self.model,
+            self.val, c.eval_windows)
         metrics['duration_s'] = time.perf_counter() - started
         for hook in self.after_update: hook(self, metrics)
         return metrics

@@ -253,3 +253,34 @@ def test_ids_outside_the_vocabulary_are_refused_and_the_engine_goes_on(prepared)
     engine.add('A', [1, 2], SamplingParams(max_tokens=2, logit_bias={'7': 100}))
     while engine.has_work: outputs = engine.step()
     assert outputs[-1].finish_reason == 'length'
+
+
+def test_a_prompt_scores_the_same_cached_cut_up_or_in_company(prepared):
+    "And as a plain forward pass says"
+    model, prompt = prepared['llama'], list(b'the cup fell on the floor')
+    plain = toy_model(**LLAMA)(torch.tensor([prompt]))[0].log_softmax(-1)
+    wanted = sum(plain[i, t].item() for i, t in enumerate(prompt[1:]))
+    scores = []
+    for budget, company in ((512, 0), (1, 0), (7, 0), (64, 5)):
+        engine = Engine(model, TOKENIZER, EngineConfig(block_size=4, max_num_batched_tokens=budget))
+        for _ in range(2):  # the second time its blocks are there, and must not be read
+            for i in range(company): engine.add(f'x{i}', list(b'some other words')[i:], SamplingParams(max_tokens=5, seed=i))
+            engine.add('A', prompt, SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0))
+            while engine.has_work:
+                for o in engine.step():
+                    if o.prompt_logprobs: scores.append([t and t.logprob for t in o.prompt_logprobs])
+    assert len(scores) == 8 and all(s == scores[0] for s in scores)
+    assert scores[0][0] is None and len(scores[0]) == len(prompt) and sum(scores[0][1:]) == pytest.approx(wanted, abs=1e-3)
+
+
+def test_a_hundred_mixed_requests_leave_nothing_behind(prepared):
+    "Half of them are aborted, in whatever state they are"
+    engine, rng = Engine(prepared['llama'], TOKENIZER, EngineConfig(block_size=4, num_blocks=30, max_num_seqs=5, max_num_batched_tokens=9, max_waiting_requests=300)), random.Random(5)
+    for i, (prompt, params) in enumerate(workload(100, seed=9)): engine.add(str(i), prompt, params)
+    to_abort = rng.sample(range(100), 50)
+    while engine.has_work:
+        engine.step()
+        if to_abort and rng.random() < 0.5: engine.abort(str(to_abort.pop()))
+    s = engine.scheduler
+    assert (engine.answers, s.waiting, s.running, s.served, engine.num_free_blocks) == ({}, [], [], {}, 30)
+    assert len(s.ledger.prefix.by_key) == len(s.ledger.prefix.by_block) <= 30

@@ -76,6 +76,11 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
 
 
+@pytest.mark.slow
+class TestPoolLong(PoolMachine.TestCase):
+    settings = settings(max_examples=2000, stateful_step_count=50, deadline=None, derandomize=True)
+
+
 def test_slots_are_a_bijection_on_the_blocks_of_a_table():
     for block_size in (1, 3, 4, 16):
         for n in range(0, 50):

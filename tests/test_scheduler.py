@@ -1,10 +1,14 @@
 """The scheduler under random traffic: what must hold in every step, and that everyone finishes"""
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from minigpt.bench import Workload
 from minigpt.paging import BlockPool, blocks_needed
-from minigpt.scheduler import Limits, QueueFull, Request, RequestState, Scheduler, block_tables, check_fits, explain
+from minigpt.scheduler import Limits, QueueFull, Request, RequestState, Scheduler, apply_record, block_tables, check_fits, explain
 
 NO_TIME_LIMIT = settings(max_examples=300, deadline=None, derandomize=True)
 
@@ -217,3 +221,117 @@ def test_abort_in_every_state_gives_everything_back():
             for _ in range(2): s.finish(r, 'abort')  # the second is quiet
         assert (s.waiting, s.running, s.pool.num_free) == ([], [], 4)
         assert [f['id'] for f in s.record.finished] == ['A', 'B', 'C']
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    "Requests come, leave and are paused in any order; a plain model knows what every slot holds and what everyone must get"
+    @initialize(limits=limits, num_blocks=st.integers(1, 14))
+    def begin(self, limits, num_blocks):
+        self.s = Scheduler(BlockPool(num_blocks), Limits(max_seq_len=24, **limits))
+        self.contents, self.requests, self.gone, self.num_added, self.tables = Contents(self.s), {}, set(), 0, {}
+
+    @rule(prompt=st.integers(1, 20), answer=st.integers(1, 12), num_choices=st.sampled_from((1, 1, 2, 3)), priority=st.sampled_from((0, 0, 1)),
+          key=st.sampled_from('xy'), apart=st.integers(0, 12), deadline=st.none() | st.integers(0, 40))
+    def add(self, prompt, answer, num_choices, priority, key, apart, deadline):
+        self.num_added += 1
+        r = make_request(str(self.num_added), prompt, answer, num_choices, priority, key, apart)
+        r.deadline = None if deadline is None else self.s.num_steps + deadline
+        try: self.s.add(r)
+        except (ValueError, QueueFull): return
+        self.requests[r.id] = r
+
+    @rule(data=st.data())
+    def abort(self, data):
+        live = [i for i in self.requests if i not in self.gone]
+        if not live: return
+        r = self.requests[data.draw(st.sampled_from(live))]
+        self.s.finish(r, 'abort')
+        self.gone.add(r.id)
+
+    @rule(paused=st.sampled_from((None, None, 'new', 'all')))
+    def pause(self, paused): self.s.paused = paused
+
+    @rule(n=st.integers(1, 4))
+    def step(self, n):
+        s = self.s
+        for _ in range(n):
+            late = {r.id for r in (*s.waiting, *s.running) if r.deadline is not None and r.deadline <= s.num_steps}
+            running = [r.id for r in s.running if r.id not in late]
+            plan = s.schedule(float(s.num_steps))
+            assert {f['id'] for f in s.record.finished if f['reason'] == 'deadline'} == late
+            self.gone |= late
+            if s.paused == 'all': assert plan.scheduled == []
+            if s.paused: assert s.record.admitted == []
+            elif s.running or s.waiting: assert plan.scheduled
+            assert {p.request.id for p in plan.scheduled} <= {*running, *s.record.admitted}
+            self.contents.run(plan)
+            s.update(plan)
+            for p in [p for p in plan.scheduled if p.catches_up]:
+                for r in s.fork(p.request):
+                    self.requests[r.id] = r
+                    r.token_ids.append(1000 + len(r.token_ids) + 50 * len(r.id))
+                    if r.num_tokens == min(r.num_prompt_tokens + r.max_tokens, 24):
+                        s.finish(r, 'length')
+                        self.gone.add(r.id)
+            record = s.close_step(plan).to_dict()
+            apply_record(self.tables, record)
+            assert self.tables == {r.id: r.block_table for r in s.running}
+
+    @invariant()
+    def everything_is_in_its_place(self):
+        if not hasattr(self, 's'): return
+        audit(self.s)
+        assert {r.id for r in (*self.s.waiting, *self.s.running)} == self.requests.keys() - self.gone
+
+    def teardown(self):
+        if not hasattr(self, 's'): return
+        self.s.paused = None
+        for _ in range(3000):
+            if not self.s.waiting and not self.s.running: break
+            self.step(1)
+        assert self.requests.keys() == self.gone and self.s.pool.num_free == self.s.pool.num_blocks
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=25, deadline=None, derandomize=True)
+
+
+@pytest.mark.slow
+class TestSchedulerLong(SchedulerMachine.TestCase):
+    settings = settings(max_examples=2000, stateful_step_count=50, deadline=None, derandomize=True)
+
+
+def test_random_priorities_finish_in_order_when_there_is_one_seat():
+    rng = random.Random(3)
+    for _ in range(20):
+        s, priorities = Scheduler(BlockPool(20), Limits(4, 24, max_num_seqs=1)), [rng.randrange(4) for _ in range(15)]
+        for i, p in enumerate(priorities): s.add(Request(str(i), [i] * rng.randint(1, 12), rng.randint(1, 6), priority=p))
+        records, _, _ = drive(s, [])
+        assert [int(f['id']) for r in records for f in r['finished']] == sorted(range(15), key=lambda i: (priorities[i], i))
+
+
+def test_a_pause_changes_when_but_not_what():
+    plain = drive(Scheduler(BlockPool(9), Limits(4, 24)), [(0, 9, 5), (0, 7, 6), (0, 3, 2)])[2]
+    s = Scheduler(BlockPool(9), Limits(4, 24))
+    close = s.close_step
+    def closing(plan):
+        s.paused = None if s.num_steps % 5 else 'new'
+        return close(plan)
+    s.close_step = closing
+    paused = drive(s, [(0, 9, 5), (0, 7, 6), (0, 3, 2)])[2]
+    assert {i: r.token_ids for i, r in plain.items()} == {i: r.token_ids for i, r in paused.items()}
+
+
+def test_on_a_pool_of_half_the_need_hope_beats_reservation():
+    "A seeded workload: little is computed twice, and there are no more steps than with full reservation"
+    for seed in range(3):
+        workload = Workload(num_requests=64, prompt_tokens=(20, 120), output_tokens=(16, 96), shared_prefix_tokens=0, seed=seed, vocab_size=256).requests()
+        sizes = sorted((blocks_needed(len(r['prompt_token_ids']) + r['max_tokens'], 16) for r in workload), reverse=True)
+        steps, computed = {}, {}
+        for full in (False, True):
+            s = Scheduler(BlockPool(sum(sizes[:16]) // 2), Limits(16, 256, full_reservation=full))
+            for i, r in enumerate(workload): s.add(Request(str(i), list(r['prompt_token_ids']), r['max_tokens']))
+            records, _, _ = drive(s, [], max_steps=5000)
+            steps[full], computed[full] = len(records), sum(x['num_tokens'] for r in records for x in r['scheduled'])
+        assert computed[True] == sum(len(r['prompt_token_ids']) + r['max_tokens'] - 1 for r in workload)
+        assert computed[False] <= 1.25 * computed[True] and steps[False] <= steps[True]
