@@ -149,8 +149,8 @@ def identity(
     "Everything that decides the bits of a run, flat: `model.*`, `train.*`, `data.*` and the machine's part"
     machine = machine_identity()
     flat = {f'model.{k}': v for k, v in asdict(trainer.model.config).items()} | {f'train.{k}': v for k, v in asdict(trainer.config).items()}
-    flat |= {f'data.{split}': data['splits'][split]['sha256'] for split in ('train',
-        'val')} | {'data.tokenizer': data['tokenizer']['sha256']}
+    flat |= {f'data.{split}': data['splits'][split]['sha256'] for split in ('train', 'val')}
+    flat['data.tokenizer'] = data['tokenizer']['sha256']
     return flat | {'threads': torch.get_num_threads(), 'torch': torch.__version__, 'platform': machine['platform'], 'cpu': machine['cpu']}
 
 def mismatches(saved: dict, now: dict) -> list[str]:
@@ -167,8 +167,8 @@ class Checkpointer:
 
     def __call__(self, trainer: Trainer, metrics: dict):
         "An `after_update` hook; comes after the log"
-        if trainer.num_updates % self.every == 0 or trainer.num_updates == trainer.config.updates: self.save(trainer,
-            metrics.get('val_loss'))
+        n = trainer.num_updates
+        if n % self.every == 0 or n == trainer.config.updates: self.save(trainer, metrics.get('val_loss'))
 
     def save(self, trainer: Trainer, val_loss: float | None = None) -> Path:
         "Write a checkpoint of this moment (unless there is a whole one) and forget old ones"
@@ -177,9 +177,8 @@ class Checkpointer:
         if not folder.exists():
             if self.log.path.exists(): sync(self.log.path)
             state = dict(update=trainer.num_updates, val_loss=val_loss, rng=trainer.streams.state_dict(),
-                identity=identity(trainer, self.data),
-                         model_config=asdict(trainer.model.config), train_config=asdict(trainer.config),
-                             metrics_offset=self.log.offset, machine=machine_identity())
+                         identity=identity(trainer, self.data), model_config=asdict(trainer.model.config),
+                         train_config=asdict(trainer.config), metrics_offset=self.log.offset, machine=machine_identity())
             save_checkpoint(folder, model_tensors(trainer.model), optimizer_tensors(trainer), state)
         self.prune()
         return folder

@@ -51,8 +51,8 @@ def add_fields(
         kinds = {'int': int, 'float': float, 'str': str, 'bool': bool}
         kind = kinds[getattr(f.type, '__name__', str(f.type)).split(' ')[0]]
         options = dict(dest=f.name, default=argparse.SUPPRESS, help=help.replace('%', '%%'))
-        if kind is bool and f.name.startswith('enable_'): parser.add_argument('--no-' + f.name[7:].replace('_', '-'),
-            action='store_false', **options)
+        if kind is bool and f.name.startswith('enable_'):
+            parser.add_argument('--no-' + f.name[7:].replace('_', '-'), action='store_false', **options)
         elif kind is bool: parser.add_argument('--' + f.name.replace('_', '-'), action=argparse.BooleanOptionalAction, **options)
         else: parser.add_argument('--' + f.name.replace('_', '-'), type=kind, metavar=kind.__name__.upper()[0], **options)
 
@@ -85,8 +85,8 @@ def prepare_with_bar(source: str, out: Path, **options) -> dict:
 
 def run_data(args: argparse.Namespace) -> int:
     "`minigpt data`: a text becomes token files; prints the manifest"
-    manifest = prepare_with_bar(args.source, Path(args.out), tokenizer=args.tokenizer, vocab_size=args.vocab_size,
-        val_fraction=args.val_fraction, sha256=args.sha256)
+    options = {name: getattr(args, name) for name in ('tokenizer', 'vocab_size', 'val_fraction', 'sha256')}
+    manifest = prepare_with_bar(args.source, Path(args.out), **options)
     print(json.dumps(manifest, indent=1))
     return 0
 
@@ -192,8 +192,8 @@ def run_train(args: argparse.Namespace) -> int:
     set_threads(args.threads)
     out = Path(args.out)
     with only_one(out):
-        trainer, saver = open_run(Path(args.data), out, args.resume, args.preset or 'nano', given(args, GPTConfig), given(args,
-            TrainConfig), args.checkpoint_every)
+        fields_typed = given(args, GPTConfig), given(args, TrainConfig)
+        trainer, saver = open_run(Path(args.data), out, args.resume, args.preset or 'nano', *fields_typed, args.checkpoint_every)
         interrupted = train_with_bar(trainer, saver, min(args.stop_at or trainer.config.updates, trainer.config.updates))
     if trainer.num_updates: print(json.dumps(read_metrics(out/'metrics.jsonl')[-1]))
     if trainer.num_updates < trainer.config.updates:
@@ -216,8 +216,8 @@ def run_generate(args: argparse.Namespace) -> int:
     result = gathered('0', args.prompt, token_ids, seed, parts)
     answer = result.outputs[0]
     if answer.error: raise RuntimeError(answer.error)
-    print(json.dumps(dict(prompt=args.prompt, text=answer.text, token_ids=answer.token_ids, finish_reason=answer.finish_reason,
-        seed=seed)) if args.json else '')
+    about = dict(prompt=args.prompt, text=answer.text, token_ids=answer.token_ids, finish_reason=answer.finish_reason, seed=seed)
+    print(json.dumps(about) if args.json else '')
     return 0
 
 @contextmanager
@@ -252,8 +252,8 @@ def run_serve(args: argparse.Namespace) -> int:
         with EngineRunner(engine, engine.set_threads) as runner:
             app = create_app(runner, loaded.tokenizer, loaded.name, engine.model_config.max_seq_len)
             def ready(url):
-                body = json.dumps(dict(model=loaded.name, prompt=loaded.tokenizer.decode([min(32,
-                    loaded.tokenizer.vocab_size - 1)]), max_tokens=40, stream=True))
+                prompt = loaded.tokenizer.decode([min(32, loaded.tokenizer.vocab_size - 1)])  # any that this tokenizer knows
+                body = json.dumps(dict(model=loaded.name, prompt=prompt, max_tokens=40, stream=True))
                 say(f"{loaded.name}: {url}/v1  (Ctrl-C ends it)\n  curl {url}/v1/completions -H 'content-type: application/json' -d {shlex.quote(body)}")
             serve_forever(app, args.host, args.port, ready)
             if runner.error: raise RuntimeError(f'the engine failed: {runner.error}')
@@ -286,10 +286,10 @@ def run_bench(args: argparse.Namespace) -> int:
     from minigpt.bench import benches
     known = benches()
     if args.name not in known: raise UsageError(f"unknown benchmark {args.name!r}; known are {', '.join(known)}")
-    function, options = known[args.name], dict(out_root=args.out, replace=args.replace or None, threads=args.threads,
-        name=args.record, replicates=args.replicates, a=args.a, b=args.b, text=args.text, shared=args.shared)
+    function, takes = known[args.name], inspect.signature(known[args.name]).parameters
+    options = dict(out_root=args.out, replace=args.replace or None, threads=args.threads, name=args.record,
+                   replicates=args.replicates, a=args.a, b=args.b, text=args.text, shared=args.shared)
     options = {k: v for k, v in options.items() if v is not None}
-    takes = inspect.signature(function).parameters
     for name in options.keys() - takes.keys(): raise UsageError(f"bench {args.name} takes no --{name}")
     for name, p in takes.items():
         if p.default is p.empty and p.kind is not p.VAR_KEYWORD and name not in options:
@@ -304,9 +304,8 @@ def sample_text(model, tokenizer, prompt: str, max_tokens: int = 120) -> str:
     from minigpt.kv_cache import generate
     from minigpt.sampling import SamplingParams
     model.eval()
-    try:
-        return generate(model, tokenizer.encode(prompt), SamplingParams(max_tokens=max_tokens, temperature=0.8, top_k=20,
-            seed=1), tokenizer=tokenizer).text
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.8, top_k=20, seed=1)
+    try: return generate(model, tokenizer.encode(prompt), params, tokenizer=tokenizer).text
     finally: model.train()
 
 def stream_completion(
@@ -488,9 +487,8 @@ def add_train_fields(parser: argparse.ArgumentParser):
 def add_sampling_fields(parser: argparse.ArgumentParser):
     "Flags of `minigpt generate` that are fields of `SamplingParams`"
     from minigpt.sampling import SamplingParams
-    add_fields(parser, SamplingParams, skip=('n', 'logit_bias', 'allowed_token_ids', 'bad_words', 'stop', 'stop_token_ids',
-        'include_stop_str_in_output',
-                                             'logprobs', 'prompt_logprobs'))
+    lists = 'stop', 'stop_token_ids', 'logit_bias', 'allowed_token_ids', 'bad_words'
+    add_fields(parser, SamplingParams, skip=(*lists, 'n', 'include_stop_str_in_output', 'logprobs', 'prompt_logprobs'))
 
 def add_engine_fields(parser: argparse.ArgumentParser):
     "Flags of `minigpt serve` that are fields of `EngineConfig`"
@@ -509,8 +507,8 @@ def main(
         args = make_parser(argv[0] if argv else None).parse_args(argv)
         return args.function(args)
     except UsageError as e: message, code = str(e), 2
-    except (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError,
-        IsADirectoryError) as e: message, code = f'minigpt: {one_line(e)}', 2
+    except (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError) as e:
+        message, code = f'minigpt: {one_line(e)}', 2
     except KeyboardInterrupt: message, code = 'minigpt: interrupted', 130
     except BrokenPipeError:  # whoever read this has seen enough
         sys.stdout = open(os.devnull, 'w')  # or Python complains at exit

@@ -119,7 +119,7 @@ class Answer:
         logprobs = None if c.params.logprobs is None else c.logprobs[len(c.logprobs) - len(token_ids):]
         about_prompt = c.prompt_logprobs if len(c.token_ids) == len(token_ids) == 1 and c.index == 0 else None
         return StepOutput(self.request_id, text, token_ids, r.num_prompt_tokens, len(c.token_ids), c.index,
-            r.num_cached_tokens or 0, logprobs, about_prompt, **ending)
+                          r.num_cached_tokens or 0, logprobs, about_prompt, **ending)
 
     def endings(self, **ending) -> list[StepOutput]:
         "The last output of each choice that this answer stands for"
@@ -177,12 +177,13 @@ class Engine:
         deadline_s: float | None = None,  # From now, when an answer is of no use any more
     ) -> int:  # The seed that is used
         "Queue a request; raises `ValueError` if it can never run and `QueueFull` if too many wait, and then nothing has changed"
-        if request_id in self.answers: raise ValueError(f"request id {request_id!r} is in use")
+        if '#' in request_id: raise ValueError(f"request id {request_id!r} must not hold a #, which marks choices")
+        if any(a.request_id == request_id for a in self.answers.values()): raise ValueError(f"request id {request_id!r} is in use")
         self.check(prompt_token_ids)
         choice = Choice(params, prompt_token_ids, self.model_config.max_seq_len, self.eos_token_id, self.tokenizer)
         deadline = None if deadline_s is None else self.clock() + deadline_s
         request = Request(request_id, list(prompt_token_ids), params.max_tokens, params.n, priority, key, cache_salt, deadline,
-            params.prompt_logprobs is None)
+                          reads_cache=params.prompt_logprobs is None)
         self.scheduler.add(request)
         self.answers[request_id] = Answer(request_id, request, choice)
         return choice.seed
@@ -359,12 +360,12 @@ def gathered(
     choices: dict[int, list[StepOutput]] = {}
     for p in parts: choices.setdefault(p.index, []).append(p)
     answers = [completion(index, choices[index]) for index in sorted(choices)]
-    return RequestOutput(request_id, prompt, prompt_token_ids, seed, answers, parts[0].num_cached_tokens,
-        next((p.prompt_logprobs for p in parts if p.prompt_logprobs), None))
+    scored = next((p.prompt_logprobs for p in parts if p.prompt_logprobs), None)
+    return RequestOutput(request_id, prompt, prompt_token_ids, seed, answers, parts[0].num_cached_tokens, scored)
 
 def completion(index: int, parts: list[StepOutput]) -> CompletionOutput:
     "One answer from its steps, in order"
     last = parts[-1]
     logprobs = None if last.logprobs is None else [t for p in parts for t in p.logprobs]
-    return CompletionOutput(index, ''.join(p.text for p in parts), [t for p in parts for t in p.token_ids], logprobs,
-        last.finish_reason, last.stop_reason, last.error)
+    text, token_ids = ''.join(p.text for p in parts), [t for p in parts for t in p.token_ids]
+    return CompletionOutput(index, text, token_ids, logprobs, last.finish_reason, last.stop_reason, last.error)

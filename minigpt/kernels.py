@@ -49,8 +49,8 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().float().contiguous(),
-            8)  # a hint of 1 packs for one row, which then differs from two
+        # Packed for 8 rows: a hint of 1 packs for one row, which then differs from two
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().float().contiguous(), 8)
         self.bias = None if linear.bias is None else linear.bias.detach()
 
     def multiply(self, rows: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class PagedKVCache:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         with KERNEL_LOCK:
             attend_rows(q.contiguous().numpy(), keys.numpy(), values.numpy(), self.tables, self.row_tables, self.positions,
-                self.block_size, out.numpy())
+                        self.block_size, out.numpy())
         return out
 
     def slots_seen(self) -> list[Tensor]:

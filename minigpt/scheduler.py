@@ -198,8 +198,8 @@ class Ledger:
         if entries: self.record.found[request.id] = list(request.block_table)
         is_again = request.num_cached_tokens is not None
         if not is_again: request.num_cached_tokens = request.num_computed_tokens
-        if self.prefix is not None and request.reads_cache: self.prefix.stats.count(request.num_tokens,
-            request.num_computed_tokens, is_again)
+        if self.prefix is not None and request.reads_cache:
+            self.prefix.stats.count(request.num_tokens, request.num_computed_tokens, is_again)
 
     def lend(self, request: Request, num_blocks: int):
         "Add blocks to a request's table; raises `OutOfBlocks` and adds none"
@@ -236,10 +236,11 @@ class Ledger:
 
     def enter(self, request: Request):
         "Make the blocks that have become full and computed findable"
-        if self.prefix is None: return
+        num_full = request.num_computed_tokens // self.block_size
+        if self.prefix is None or num_full == len(request.entries): return
         root = root_key(self.namespace, request.salt)
         extend_keys(request.block_keys, root, request.token_ids, self.block_size)
-        for i in range(len(request.entries), request.num_computed_tokens // self.block_size):
+        for i in range(len(request.entries), num_full):
             parent, tokens = request.entries[-1] if i else None, request.token_ids[i * self.block_size:(i + 1) * self.block_size]
             request.entries.append(self.prefix.enter(parent, root, request.block_keys[i], request.block_table[i], tokens))
 
@@ -321,7 +322,7 @@ class Scheduler:
         children = []
         for i in range(1, request.num_choices):
             child = Request(f'{request.id}#{i}', list(request.token_ids), request.max_tokens, 1, request.priority, request.key,
-                request.salt, request.deadline, request.reads_cache)
+                            request.salt, request.deadline, request.reads_cache)
             child.arrival, child.num_computed_tokens, child.state = request.arrival + i, request.num_computed_tokens, RequestState.RUNNING
             child.num_cached_tokens = request.num_cached_tokens
             self.ledger.fork(request, child)
@@ -419,8 +420,8 @@ def why_not(scheduler: Scheduler, request: Request, found: list[Entry], plan: St
     if l.full_reservation:
         needed, kept = num_growth_blocks(request.num_prompt_tokens, request.max_tokens, l, request.num_choices), num_promised(s)
     else:
-        needed = blocks_needed(request.num_tokens, l.block_size) + num_fork_copies(request.num_prompt_tokens,
-            request.num_choices, l.block_size)
+        needed = blocks_needed(request.num_tokens, l.block_size)
+        needed += num_fork_copies(request.num_prompt_tokens, request.num_choices, l.block_size)
         kept = l.watermark_blocks if s.running else 0
     needed += revived - len(found)
     if needed > pool.num_free - kept:

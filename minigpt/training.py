@@ -28,7 +28,7 @@ class TrainConfig:
     updates: int = 2000  # Optimiser steps in all; the learning rate reaches its end there
     batch_size: int = 12  # Sequences of `max_seq_len` tokens in one update
     grad_accum: int = 1  # Pieces that a batch is computed in, to save memory; divides `batch_size`
-    learning_rate: float = 1e-3  # The highest
+    learning_rate: float = 2e-3  # The highest; right for a few million weights, larger models want less
     min_lr: float = 1e-4  # At the last update
     warmup_updates: int = 100
     weight_decay: float = 0.1  # For matrices
@@ -123,8 +123,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.num_updates += 1
         metrics = dict(update=self.num_updates, loss=loss, lr=lr, grad_norm=norm.item(), num_tokens=self.num_updates * inputs.numel())
-        if self.num_updates % c.eval_every == 0 or self.num_updates == c.updates: metrics['val_loss'] = evaluate(self.model,
-            self.val, c.eval_windows)
+        if self.num_updates % c.eval_every == 0 or self.num_updates == c.updates:
+            metrics['val_loss'] = evaluate(self.model, self.val, c.eval_windows)
         metrics['duration_s'] = time.perf_counter() - started
         for hook in self.after_update: hook(self, metrics)
         return metrics

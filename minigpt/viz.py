@@ -113,8 +113,8 @@ def curve(
     body += ''.join(label(left - 4, py(y) + 3, f'{y:.3g}', 'end') + label(px(x), bottom + 13, f'{x:.4g}') for x, y in ((x0, y0), (x1, y1)))
     for (name, (xs, ys)), stroke in zip(series.items(), ['#0072b2', '#d55e00', '#009e73', '#cc79a7'] * len(series)):
         points = ' '.join(f'{px(x):.1f},{py(y):.1f}' for x, y in zip(xs, ys))
-        body += f'<polyline points="{points}" fill="none" stroke="{stroke}" stroke-width="1.5"/>' + label(px(xs[-1]) + 4,
-            py(ys[-1]) + 3, name, 'start')
+        body += f'<polyline points="{points}" fill="none" stroke="{stroke}" stroke-width="1.5"/>'
+        body += label(px(xs[-1]) + 4, py(ys[-1]) + 3, name, 'start')
     return drawing(width, height, body)
 
 # %% ../nbs/00_viz.ipynb #c556fddd
