@@ -90,3 +90,12 @@ def test_slots_are_a_bijection_on_the_blocks_of_a_table():
             assert [s // block_size for s in slots] == [table[p // block_size] for p in range(n)]
             assert [s % block_size for s in slots] == [p % block_size for p in range(n)]
             assert (len(table) - 1) * block_size < n <= len(table) * block_size or n == 0
+
+
+def test_the_audit_sees_a_block_that_is_lost_and_one_that_is_free_and_held():
+    pool = BlockPool(3)
+    table = pool.allocate(1)
+    del pool.free_ids[2]
+    with pytest.raises(AuditError, match='^block 2 has 0 holders and is not free$'): audit(pool, [table])
+    pool.free_ids[2] = pool.free_ids[0] = None
+    with pytest.raises(AuditError, match='^block 0 has 1 holders and is free$'): audit(pool, [table])

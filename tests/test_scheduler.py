@@ -1,4 +1,5 @@
 """The scheduler under random traffic: what must hold in every step, and that everyone finishes"""
+import json
 import random
 
 import pytest
@@ -8,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from minigpt.bench import Workload
 from minigpt.paging import BlockPool, blocks_needed
-from minigpt.scheduler import Limits, QueueFull, Request, RequestState, Scheduler, apply_record, block_tables, check_fits, explain
+from minigpt.scheduler import (Limits, QueueFull, Request, RequestState, Scheduler, StepPlan, apply_record, block_tables, check_fits, choose_victim,
+                               explain, preempt, read_trace)
 
 NO_TIME_LIMIT = settings(max_examples=300, deadline=None, derandomize=True)
 
@@ -335,3 +337,74 @@ def test_on_a_pool_of_half_the_need_hope_beats_reservation():
             steps[full], computed[full] = len(records), sum(x['num_tokens'] for r in records for x in r['scheduled'])
         assert computed[True] == sum(len(r['prompt_token_ids']) + r['max_tokens'] - 1 for r in workload)
         assert computed[False] <= 1.25 * computed[True] and steps[False] <= steps[True]
+
+
+def parts(record): return {s['id']: s['num_tokens'] for s in record['scheduled']}
+
+
+def test_each_bound_is_reached_and_not_passed():
+    limits = Limits(4, 24)
+    check_fits(23, 1, limits, 6)
+    with pytest.raises(ValueError, match='a prompt of 24 tokens leaves no room'): check_fits(24, 1, limits, 6)
+    s = Scheduler(BlockPool(9), Limits(4, 24, max_waiting_requests=3, max_waiting_tokens=10))
+    s.add(Request('A', [1] * 6, 1, num_choices=2))
+    with pytest.raises(QueueFull, match='6 tokens wait and 5 would come, at most 10'): s.add(Request('B', [1] * 5, 1))
+    with pytest.raises(QueueFull, match='2 requests wait and 2 would come, at most 3'): s.add(Request('B', [1] * 5, 1, num_choices=2))
+    s.add(Request('B', [1] * 4, 1))
+    assert [r.id for r in s.waiting] == ['A', 'B']
+
+
+def test_shares_of_a_step():
+    "A request that is alone is not held back, the reads of a step may equal their budget, and who writes goes before who reads"
+    def first(n, requests, **limits): return drive_all(Scheduler(BlockPool(60), Limits(4, 64, **limits)), requests)[:n]
+    def drive_all(s, requests):
+        for r in requests: s.add(r)
+        return drive(s, [])[0]
+    assert parts(first(1, [Request('0', [1] * 20, 2)], max_chunk_tokens=4, max_num_batched_tokens=32)[0]) == {'0': 20}
+    both = [Request('0', [1] * 20, 2), Request('1', [2] * 20, 2)]
+    assert parts(first(1, both, max_chunk_tokens=4, max_num_batched_tokens=16)[0]) == {'0': 8, '1': 8}
+    assert [parts(r) for r in first(2, [Request('0', [1] * 20, 2)], max_num_kv_reads=55)] == [{'0': 10}, {'0': 4}]  # 1 + … + 10, 11 + … + 14
+    s = Scheduler(BlockPool(20), Limits(4, 64, max_num_batched_tokens=4, enable_prefix_caching=False))
+    s.add(Request('A', [1] * 3, 12)), s.add(Request('B', [2] * 3, 8))
+    late, records = Request('C', [3] * 8, 9), []
+    for n in range(12):
+        if n == 2: s.add(late)
+        if n == 6: preempt(s, s.running[1], 'by hand', StepPlan(0))
+        s.update(plan := s.schedule())
+        for p in [p for p in plan.scheduled if p.catches_up]: p.request.token_ids.append(9)
+        records.append(s.close_step(plan).to_dict())
+    back = next(r for r in records if 'B' in r['admitted'] and r['step'] > 6)
+    assert [x['id'] for x in back['scheduled']][:2] == ['A', 'C'] and all(x['phase'] == 'decode' for x in back['scheduled'][:2])
+    after = records[back['step'] + 1]
+    assert [(x['id'], x['num_tokens']) for x in after['scheduled']][:2] == [('A', 1), ('C', 1)]
+
+
+def test_who_needs_a_block_does_not_go_while_someone_comes_after():
+    needy, later = Request('A', [1] * 9, 1, arrival=0, num_computed_tokens=3), Request('B', [1] * 30, 1, arrival=1, num_computed_tokens=20)
+    assert choose_victim(needy, [needy, later]) is later and choose_victim(later, [needy, later]) is later
+
+
+def test_phases_records_and_words():
+    s = Scheduler(BlockPool(8), Limits(2, 24, max_num_batched_tokens=3))
+    for r in (Request('0', [1] * 4, 3), Request('1', [1] * 3, 2), Request('2', [5] * 2, 1)): s.add(r)
+    records = drive(s, [])[0]
+    assert [(x['id'], x['start'], x['num_tokens'], x['phase']) for r in records[:3] for x in r['scheduled']] == [
+        ('0', 0, 3, 'prefill'), ('0', 3, 1, 'prefill'), ('1', 2, 1, 'prefill'), ('2', 0, 1, 'prefill'), ('0', 4, 1, 'decode'), ('1', 3, 1, 'decode'), ('2', 1, 1, 'prefill')]
+    assert explain(records[0]) == ['0 arrived', '1 arrived', '2 arrived', '0 entered and computed 3 tokens from position 0', "1 needs 3 tokens, 0 of the step's 3 are left; 1 more waits"]
+    assert explain(records[1]) == ['0 computed 1 token from position 3', '1 entered, found 2 tokens computed and computed 1 token from position 2', '2 entered and computed 1 token from position 0']
+    assert explain(records[2])[:2] == ['0 decoded 1 token from position 4', '1 decoded 1 token from position 3']
+    assert 'more wait' not in ' '.join(explain(records[1])) and all([] not in r['allocated'].values() for r in records)
+    waits = records[0] | dict(num_waiting=3)
+    assert explain(waits)[-1].endswith('; 2 more wait') and explain(records[0] | dict(num_waiting=1))[-1].endswith('are left')
+
+
+def test_a_trace_is_read_back_or_the_damaged_line_named():
+    s = Scheduler(BlockPool(8), Limits(2, 24))
+    s.add(Request('0', [1] * 4, 3))
+    records = drive(s, [])[0]
+    assert read_trace([*(json.dumps(r) for r in records), '']) == records
+    for wrong, said in (('[]', 'is no step record'), ('{', 'is no JSON'), (json.dumps({'version': 2}), 'has version 2'), (json.dumps({'step': 1}), 'is no step record'),
+                        *((json.dumps({k: v for k, v in records[0].items() if k != name}), f'has {name}=None') for name in records[0] if name != 'version'),
+                        (json.dumps(records[0] | dict(step='1')), "has step='1', not int"), (json.dumps(records[0] | dict(finished={})), 'has finished={}, not list'),
+                        (json.dumps(records[0] | dict(found=[])), 'has found=\\[\\], not dict')):
+        with pytest.raises(ValueError, match=f'line 2 of the trace {said}'): read_trace([json.dumps(records[0]), wrong])
