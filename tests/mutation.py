@@ -2,7 +2,10 @@
 
     python tests/mutation.py [MODULE ...]     default: paging prefix_cache scheduler; takes about ten minutes
 
-Prints the mutants that nobody noticed; the exit code is 1 if fewer than 90 % were caught.
+Prints the mutants that nobody noticed; the exit code is 1 if fewer than 90 % were caught. Five are known to change nothing:
+entries numbered downwards are as unique; a root's flag turned over still tells no salt from an empty one; the arrival that a
+request has before it arrives is overwritten; and a cap on chunks never cuts a single token (`n > 1`), nor a request that is alone
+(`live > 1`), since its floor is then the whole budget.
 """
 import ast
 import copy

@@ -256,7 +256,7 @@ def test_ids_outside_the_vocabulary_are_refused_and_the_engine_goes_on(prepared)
 
 
 def test_a_prompt_scores_the_same_cached_cut_up_or_in_company(prepared):
-    "And as a plain forward pass says"
+    "And as a plain forward pass says. (An echo is this and the prompt's own text: the engine scores, the server writes it out, and refuses `echo` until it does)"
     model, prompt = prepared['llama'], list(b'the cup fell on the floor')
     plain = toy_model(**LLAMA)(torch.tensor([prompt]))[0].log_softmax(-1)
     wanted = sum(plain[i, t].item() for i, t in enumerate(prompt[1:]))

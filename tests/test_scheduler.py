@@ -408,3 +408,16 @@ def test_a_trace_is_read_back_or_the_damaged_line_named():
                         (json.dumps(records[0] | dict(step='1')), "has step='1', not int"), (json.dumps(records[0] | dict(finished={})), 'has finished={}, not list'),
                         (json.dumps(records[0] | dict(found=[])), 'has found=\\[\\], not dict')):
         with pytest.raises(ValueError, match=f'line 2 of the trace {said}'): read_trace([json.dumps(records[0]), wrong])
+
+
+def test_keys_are_served_in_turns():
+    "Four requests of x, then two of y, and one seat: y does not wait for all of x; a newcomer has no credit for the past"
+    s = Scheduler(BlockPool(8), Limits(4, 24, max_num_seqs=1))
+    for i, key in enumerate('xxxxyy'): s.add(Request(str(i), [i] * 4, 2, key=key))
+    records = drive(s, [])[0]
+    assert [f['id'] for r in records for f in r['finished']] == ['0', '4', '1', '5', '2', '3']
+    s = Scheduler(BlockPool(8), Limits(4, 24, max_num_seqs=1))
+    for i in range(3): s.add(Request(str(i), [i] * 4, 2, key='x'))
+    s.served['x'] = 1000
+    s.add(Request('3', [3] * 4, 2, key='y'))
+    assert s.served == {'x': 1000, 'y': 1000}
