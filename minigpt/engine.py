@@ -20,7 +20,7 @@ from .kv_cache import Choice, check_prompt, kv_bytes_per_token
 from .model import GPT, GPTConfig
 from .paging import BlockPool, blocks_needed
 from .sampling import BadLogits, SamplingParams, TokenLogprobs, check_token_ids
-from .scheduler import Limits, Request, Scheduler, StepPlan, check_fits
+from .scheduler import Limits, QueueFull, Request, Scheduler, StepPlan, check_fits
 from .tokenizer import Tokenizer
 from .weights import load_model
 
@@ -322,19 +322,21 @@ class LLM:
         queue, pending = deque(zip(prompts, encoded, params)), {}
         try:
             while queue or self.engine.has_work:
-                while queue and self.has_room(queue[0]): self.start(*queue.popleft(), pending)
+                self.fill(queue, pending)
                 for output in self.engine.step(): pending[output.request_id]['parts'].append(output)
         except BaseException:  # a notebook's stop button, too
             for request_id in pending: self.engine.abort(request_id)
             raise
         return [gathered(request_id, **entry) for request_id, entry in pending.items()]
 
-    def has_room(self, entry: tuple) -> bool:
-        "Whether one more request may wait; one that is too large for an empty queue is refused by the engine"
-        prompt, prompt_token_ids, params = entry
-        s, waiting = self.engine.config, self.engine.scheduler.waiting
-        num_tokens = sum(r.num_tokens for r in waiting) + len(prompt_token_ids)
-        return not waiting or sum(r.num_choices for r in waiting) + params.n <= s.max_waiting_requests and num_tokens <= (s.max_waiting_tokens or num_tokens)
+    def fill(self, queue: deque, pending: dict):
+        "Hand requests to the engine until no more may wait; raises `QueueFull` for one that would be too much for an empty engine"
+        while queue:
+            try: self.start(*queue[0], pending)
+            except QueueFull:
+                if not self.engine.has_work: raise
+                return
+            queue.popleft()
 
     def check(self, prompt_token_ids: list[int], params: SamplingParams):
         "Raise `ValueError` if a request could never run"

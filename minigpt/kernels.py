@@ -202,8 +202,8 @@ class PagedKVCache:
         self.slots = torch.tensor([slot for t, s in zip(block_tables, spans) for slot in slot_mapping(t, s, self.block_size)])
         self.seen = self.slots_seen() if njit is None else []
 
-    def copy(self, pairs: list[tuple[int, int]]):  # Blocks, from and to; no block is both
-        "Copy blocks in all layers, before anything is written"
+    def copy(self, pairs: list[tuple[int, int]]):  # Blocks, from and to
+        "Copy blocks in all layers; all are read before one is written, since a block may be left by one request and lent to another in one step"
         source, target = (torch.tensor([b * self.block_size + i for b in blocks for i in range(self.block_size)]) for blocks in zip(*pairs))
         for stored in (self.keys, self.values): stored[:, target] = stored[:, source]
 

@@ -150,11 +150,11 @@ def check_prompt(
 ):
     "Raise `ValueError` for a prompt that no answer can follow: empty, with ids outside the vocabulary, or as long as the context"
     if not prompt_token_ids: raise ValueError("the prompt has 0 tokens, at least 1 is needed")
+    if len(prompt_token_ids) >= max_seq_len:  # first, or a prompt of millions would be walked to its end for nothing
+        raise ValueError(f"a prompt of {len(prompt_token_ids)} tokens leaves no room for an answer in a context of {max_seq_len}")
     for i, token_id in enumerate(prompt_token_ids):
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise ValueError(f"token id {token_id!r} at position {i} of the prompt is not from 0 to {vocab_size - 1}")
-    if len(prompt_token_ids) >= max_seq_len:
-        raise ValueError(f"a prompt of {len(prompt_token_ids)} tokens leaves no room for an answer in a context of {max_seq_len}")
 
 # %% ../nbs/09_kv_cache.ipynb #ad8fbf14
 @torch.inference_mode()

@@ -29,3 +29,17 @@ def toy_model(**dials):
 def prepared():
     "Prepared models of both families, by name"
     return {name: prepare_for_inference(copy.deepcopy(toy_model(**dials))) for name, dials in (('llama', LLAMA), ('gpt2', GPT2))}
+
+
+class Watched(list):
+    "A list that notes in `read` how many entries each look takes, and may not be read as a whole"
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.read = []
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        self.read.append(len(found) if isinstance(key, slice) else 1)
+        return found
+
+    def __iter__(self): raise AssertionError('read as a whole')

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import LLAMA, toy_model
+from conftest import LLAMA, Watched, toy_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
@@ -186,22 +186,15 @@ def test_the_prompt_is_the_choices_own_copy():
 
 def test_no_token_costs_more_than_the_one_before():
     "Nothing in `accept` reads all tokens so far"
-    class Watched(list):
-        def __getitem__(self, key):
-            found = super().__getitem__(key)
-            read.append(len(found) if isinstance(key, slice) else 1)
-            return found
-        def __iter__(self): raise AssertionError('read as a whole')
-    read = []
     everything = dict(repetition_penalty=1.5, frequency_penalty=.5, presence_penalty=.5, bad_words=['ab', 'xyz'], min_tokens=3, stop=['qq'], logprobs=2)
     for fields in ({}, dict(temperature=0), everything):
         choice = choice_of(max_seq_len=999, max_tokens=300, ignore_eos=True, **fields)
         choice.token_ids = Watched()
         choice.stages = logit_stages(choice.params, choice.prompt_token_ids, choice.token_ids, EOS, choice.bad_sequences)
         for i in range(300):
-            read.clear()
+            choice.token_ids.read.clear()
             choice.accept(noise(i % 5))
-            assert sum(read) <= 12
+            assert sum(choice.token_ids.read) <= 12
 
 
 # ---- several choices of one request

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minigpt.cli import main
+from minigpt.cli import main, trace_to
 
 MINIGPT = [sys.executable, '-c', 'from minigpt.cli import main; raise SystemExit(main())']
 
@@ -82,3 +82,21 @@ def test_trace_as_text_and_as_json(tmp_path, run, capsys):
     assert json.loads(capsys.readouterr().out) == [json.loads(line) for line in lines]
     assert main(['trace', str(tmp_path/'trace.jsonl'), '--columns', '3']) == 0
     assert capsys.readouterr().out.count('step  ') + 0 >= len(lines) // 3
+
+
+def test_a_trace_is_a_new_file_and_ends_with_its_disk(tmp_path, capsys, monkeypatch):
+    (tmp_path/'old.jsonl').write_text('kept')
+    with pytest.raises(FileExistsError), trace_to(str(tmp_path/'old.jsonl')): pass
+    assert (tmp_path/'old.jsonl').read_text() == 'kept'
+    with trace_to(None) as write: assert write is None
+    with trace_to(str(tmp_path/'new.jsonl')) as write: write({'step': 0})
+    assert (tmp_path/'new.jsonl').read_text() == '{"step": 0}\n'
+    class Full:
+        def write(self, text): raise OSError(28, 'No space left on device')
+        def __enter__(self): return self
+        def __exit__(self, *exc): pass
+    monkeypatch.setattr('builtins.open', lambda *args, **options: Full())
+    with trace_to('full.jsonl') as write:
+        for step in range(3): write({'step': step})
+    monkeypatch.undo()
+    assert capsys.readouterr().err == 'the trace ends here: full.jsonl: No space left on device\n'

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from conftest import Watched
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -539,19 +540,13 @@ def test_counts_pass_over_prompt_ids_that_have_no_row():
 
 def test_counts_work_for_the_new_token_only():
     "What a token costs does not depend on how many there are: of the lists only new entries are read"
-    class Watched(list):
-        def __getitem__(self, key):
-            found = super().__getitem__(key)
-            read.append(len(found) if isinstance(key, slice) else 1)
-            return found
-        def __iter__(self): raise AssertionError('read as a whole')
-    output, read = Watched(), []
+    output = Watched()
     params = SamplingParams(repetition_penalty=1.5, frequency_penalty=.5, presence_penalty=.5, bad_words=['ab', 'ccb', 'b'], min_tokens=3)
     stages = logit_stages(params, [1], output, 0, bad_sequences(params.bad_words, encode))
     for n in range(60):
-        read.clear()
+        output.read.clear()
         through(np.arange(8, dtype=np.float32), stages)
-        assert sum(read) <= 12, (n, read)
+        assert sum(output.read) <= 12, (n, output.read)
         output.append(n % 8)
 
 def test_bad_words_in_both_forms():

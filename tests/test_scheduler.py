@@ -421,3 +421,27 @@ def test_keys_are_served_in_turns():
     s.served['x'] = 1000
     s.add(Request('3', [3] * 4, 2, key='y'))
     assert s.served == {'x': 1000, 'y': 1000}
+
+
+def test_budget_of_1024_and_a_cap_of_400():
+    "Prompts of 800, 800, 10, 10 and three seats; then without chunks. A cap counts only in company, and never below an even share (so 400 each of 800)"
+    def steps(n, lengths, **limits):
+        s = Scheduler(BlockPool(200), Limits(16, 1024, **limits))
+        for i, length in enumerate(lengths): s.add(Request(str(i), [i] * length, 3))
+        return [parts(r) for r in drive(s, [])[0][:n]]
+    assert steps(3, (800, 800, 10, 10), max_num_batched_tokens=1024, max_num_seqs=3) == [{'0': 800, '1': 224}, {'0': 1, '1': 576, '2': 10}, {'0': 1, '1': 1, '2': 1}]
+    assert steps(2, (800, 800, 10, 10), max_num_batched_tokens=1024, max_num_seqs=3, enable_chunked_prefill=False) == [{'0': 800}, {'0': 1, '1': 800, '2': 10}]
+    assert steps(1, (800,), max_num_batched_tokens=800, max_chunk_tokens=400) == [{'0': 800}]
+    assert steps(2, (800, 800), max_num_batched_tokens=800, max_chunk_tokens=400) == [{'0': 400, '1': 400}] * 2
+    assert steps(1, (800,) * 4, max_num_batched_tokens=1024, max_chunk_tokens=400) == [{'0': 400, '1': 400, '2': 224}]  # a share is 256
+
+
+def test_ten_may_wait():
+    for waiting, n, fits in ((10, 1, False), (8, 3, False), (7, 3, True)):
+        s = Scheduler(BlockPool(8), Limits(4, 24, max_waiting_requests=10, max_waiting_tokens=40))
+        for i in range(waiting): s.add(Request(str(i), [1] * 2, 1))
+        try: s.add(Request('n', [1] * 2, 1, num_choices=n))
+        except QueueFull as e: assert not fits and 'requests wait' in str(e) and len(s.waiting) == waiting
+        else: assert fits and len(s.waiting) == waiting + 1
+    with pytest.raises(QueueFull, match='10 requests wait'):  # requests are counted before tokens
+        s.add(Request('t', [1] * 23, 1))

@@ -1,4 +1,5 @@
 "The HTTP server: over a fake engine for faults, and over a real one in a process of its own for streams and disconnects. Every wait is bounded."
+import asyncio
 import contextlib
 import json
 import logging
@@ -19,7 +20,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from minigpt.runner import EngineRunner
-from minigpt.server import RequestError, create_app, listening_socket, read_completion, read_object, running_server, token_text
+from minigpt.server import RequestError, create_app, listening_socket, read_body, read_completion, read_object, running_server, token_text
 from minigpt.tokenizer import ByteTokenizer, CharTokenizer
 from test_runner import FakeEngine
 
@@ -596,3 +597,36 @@ def test_a_second_interrupt_or_the_end_of_patience_aborts(tmp_path, signals, dra
         assert {f['reason'] for f in last['finished']} == {'abort'} and last['num_free_blocks'] == last['num_blocks']
         stream.close()
     finally: process.close()
+
+
+class Body:
+    "A request whose body comes in parts, each after `pause_s`"
+    def __init__(self, parts, pause_s=0.0): self.parts, self.pause_s, self.sent = parts, pause_s, 0
+    async def stream(self):
+        for part in self.parts:
+            await asyncio.sleep(self.pause_s)
+            self.sent += 1
+            yield part
+
+
+def test_a_body_has_a_bound_and_a_time():
+    assert asyncio.run(read_body(Body([b'ab', b'', b'cd']), max_bytes=4)) == b'abcd'
+    long = Body([b'ab'] * 100)
+    with pytest.raises(RequestError) as caught: asyncio.run(read_body(long, max_bytes=5))
+    assert (caught.value.status, caught.value.message, long.sent) == (413, 'the body has more than 5 bytes', 3)  # the rest is not waited for
+    with pytest.raises(RequestError) as caught: asyncio.run(read_body(Body([b'ab'], pause_s=30), timeout_s=0.01))
+    assert (caught.value.status, caught.value.message) == (408, 'the body did not come within 0.01 s')
+
+
+def test_a_body_above_the_bound_over_a_real_socket(toy):
+    response = httpx.post(f'{toy.url}/v1/completions', content=b'{"prompt": "' + b'a' * (5 * 2**20) + b'"}', timeout=30)
+    assert response.status_code == 413 and response.json()['error']['code'] == 'body_too_large'
+    assert toy.complete(max_tokens=2).choices[0].text
+
+
+def test_a_port_that_is_taken_or_none_is_named():
+    with listening_socket('127.0.0.1', 0) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(OSError, match=f'^127.0.0.1:{port}: '): listening_socket('127.0.0.1', port)
+    for port in (-1, 65536):
+        with pytest.raises(ValueError, match=f'port={port} must be from 0 to 65535'): listening_socket('127.0.0.1', port)

@@ -8,13 +8,15 @@ import time
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from minigpt.checkpoint import CheckpointError, latest, load_checkpoint, read_state, save_checkpoint
-from minigpt.cli import main
+from minigpt import checkpoint
+from minigpt.checkpoint import Checkpointer, CheckpointError, is_whole, latest, load_checkpoint, read_state, resume, save_checkpoint
+from minigpt.cli import main, only_one, stop_on_interrupt
 from minigpt.data import RNGStreams, load_data, prepare
 from minigpt.model import GPT, GPTConfig, init_weights
-from minigpt.training import TrainConfig, Trainer, read_metrics
+from minigpt.training import MetricsLog, TrainConfig, Trainer, read_metrics
 
 SHAPE = '--n-layer 2 --n-head 2 --n-embd 32 --max-seq-len 32 --batch-size 6 --eval-every 7 --eval-windows 8 --warmup-updates 5 --dropout 0.1'.split()
 
@@ -147,3 +149,97 @@ def test_a_gradient_that_is_no_number_changes_no_weight(data):
     before = weights(trainer).clone()
     with pytest.raises(FloatingPointError, match='update 0: gradient norm is nan'): trainer.run()
     assert torch.equal(weights(trainer).nan_to_num(), before.nan_to_num()) and trainer.num_updates == 0
+
+
+@pytest.fixture
+def saved(data, tmp_path):
+    "A run of 40 updates with checkpoints after each 10, of which 20 (the best or not), 30 and 40 may be there; and how to go on with it"
+    manifest, config = load_data(data).manifest, TrainConfig(updates=60, warmup_updates=2, batch_size=4, eval_every=10, eval_windows=4)
+    log = MetricsLog(tmp_path/'metrics.jsonl')
+    def begin():
+        trainer = toy_trainer(data, config)
+        saver = Checkpointer(tmp_path/'checkpoints', 10, manifest, log)
+        trainer.after_update += [log, saver]
+        return trainer, saver, lambda folder: resume(trainer, folder, manifest, log)
+    begin()[0].run(until=40)
+    return tmp_path/'checkpoints', log, begin
+
+
+def append(path, text='x'):
+    with open(path, 'a') as f: f.write(text)
+
+
+def test_a_torn_checkpoint_is_written_again(saved):
+    root, log, begin = saved
+    append(root/'step_00000040'/'model.safetensors')
+    assert latest(root).name == 'step_00000030'
+    trainer, saver, go_on = begin()
+    go_on(latest(root))
+    trainer.run(until=40)
+    assert latest(root).name == 'step_00000040' and load_checkpoint(root/'step_00000040')[2]['update'] == 40
+
+
+def test_a_checkpoint_that_cannot_be_read_takes_nobodys_place_and_stops_nobody(saved):
+    root, log, begin = saved
+    append(root/'step_00000030'/'state.json')
+    trainer, saver, go_on = begin()
+    go_on(latest(root))
+    trainer.run(until=50)
+    assert {'step_00000030', 'step_00000040', 'step_00000050'} <= {p.name for p in root.iterdir()}
+    assert [is_whole(root/f'step_000000{n}') for n in (30, 40, 50)] == [False, True, True]
+
+
+def test_a_metrics_file_that_lost_lines_is_noticed_before_anything_changes(saved):
+    root, log, begin = saved
+    log.cut(log.offset - 5)
+    trainer, saver, go_on = begin()
+    before = weights(trainer).clone()
+    with pytest.raises(CheckpointError, match=f'metrics.jsonl has {log.offset} bytes, fewer than the {log.offset + 5} that step_00000040 saw'): go_on(latest(root))
+    assert torch.equal(weights(trainer), before) and trainer.num_updates == 0 and trainer.optimizer.state == {}
+
+
+@pytest.mark.parametrize('error', [OSError(28, 'No space left on device'), SafetensorError('I/O error')])
+def test_a_save_that_fails_leaves_the_last_one_and_nothing_beside_it(saved, monkeypatch, error):
+    root, log, begin = saved
+    trainer, saver, go_on = begin()
+    go_on(latest(root))
+    before = sorted(p.name for p in root.iterdir())
+    def full(tensors, path):
+        path.write_bytes(b'half')
+        raise error
+    monkeypatch.setattr(checkpoint, 'save_file', full)
+    with pytest.raises(CheckpointError, match='step_00000050 could not be written'): trainer.run(until=50)
+    assert sorted(p.name for p in root.iterdir()) == before and latest(root).name == 'step_00000040'
+
+
+def test_a_folder_that_holds_anything_of_a_run_is_not_begun_anew(data, tmp_path, capsys):
+    for n, held in enumerate(('metrics.jsonl', 'checkpoints/step_00000010/state.json')):
+        out = tmp_path/str(n)
+        (out/held).parent.mkdir(parents=True)
+        append(out/held, 'torn')
+        assert main(['train', '--data', str(data), '--out', str(out), *SHAPE]) == 2
+        assert 'holds a run; go on with --resume' in capsys.readouterr().err and (out/held).read_text() == 'torn'
+
+
+def test_two_trainings_never_share_a_folder(data, tmp_path, capsys):
+    process = subprocess.Popen(command(data, tmp_path/'run', *SHAPE, '--updates', 5000), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path/'run'/'metrics.jsonl').exists() and time.monotonic() < deadline: time.sleep(0.01)
+        assert main(['train', '--data', str(data), '--out', str(tmp_path/'run'), '--resume']) == 2
+        assert 'another process is training in this folder' in capsys.readouterr().err
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+    with only_one(tmp_path/'run'): pass  # a kill lets go of it
+    assert not (tmp_path/'run'/'training.lock').exists()
+
+
+@pytest.mark.skipif(os.name == 'nt', reason='signals')
+def test_the_first_signal_is_noted_and_the_second_is_the_systems():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with stop_on_interrupt() as stop:
+        assert not stop
+        signal.raise_signal(signal.SIGTERM)
+        assert stop == [signal.SIGTERM] and signal.getsignal(signal.SIGINT) is signal.SIG_DFL is signal.getsignal(signal.SIGTERM)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
