@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['UsageError', 'Parser', 'field_helps', 'add_fields', 'given', 'say', 'progress_bar', 'prepare_with_bar', 'run_data',
            'open_run', 'stop_on_interrupt', 'train_with_bar', 'only_one', 'lock_file', 'run_train', 'run_generate',
-           'trace_to', 'run_serve', 'run_trace', 'run_doctor', 'run_bench', 'sample_text', 'stream_completion',
-           'ask_together', 'demo_training', 'demo_serving', 'run_demo', 'add_model_flags', 'make_parser',
-           'add_train_fields', 'add_sampling_fields', 'add_engine_fields', 'main', 'one_line']
+           'trace_to', 'traced_engine', 'run_serve', 'open_trace', 'run_trace', 'run_replay', 'run_doctor', 'run_bench',
+           'sample_text', 'stream_completion', 'ask_together', 'demo_training', 'demo_serving', 'run_demo',
+           'add_model_flags', 'make_parser', 'add_train_fields', 'add_sampling_fields', 'add_engine_fields', 'main',
+           'one_line']
 
 # %% ../nbs/20_cli.ipynb #faff649c
 import argparse
@@ -222,24 +223,35 @@ def run_generate(args: argparse.Namespace) -> int:
 
 @contextmanager
 def trace_to(path: str | None):
-    "A function that writes step records to a new file, or None; a disk that fills up ends the trace, not the server"
+    "A function that writes lines to a new file, or None; a disk that fills up ends the trace, not the server"
     if path is None:
         yield None
         return
     with open(path, 'x', encoding='utf-8', buffering=1) as file:
         broken: list[OSError] = []
-        def write(record: dict):
+        def write(line: dict):
             try:
-                if not broken: file.write(json.dumps(record) + '\n')
+                if not broken: file.write(json.dumps(line) + '\n')
             except OSError as e:
                 broken.append(e)
                 say(f"the trace ends here: {path}: {e.strerror}")
         yield write
 
+def traced_engine(loaded, settings, on_record: Callable[[dict], None] | None, model: str):
+    "An engine whose lines, beginning with the header, go to `on_record` if there is one"
+    from minigpt.data import machine_identity
+    from minigpt.engine import Engine, header_line
+    from minigpt.kernels import prepare_for_inference
+    from minigpt.weights import weights_fingerprint
+    fingerprint = weights_fingerprint(loaded.model) if on_record else None
+    engine = Engine(prepare_for_inference(loaded.model, settings.dtype), loaded.tokenizer, settings, on_record)
+    if on_record: on_record(header_line(engine, model, fingerprint, machine_identity()))
+    return engine
+
 def run_serve(args: argparse.Namespace) -> int:
     "`minigpt serve`: answers over HTTP until Ctrl-C or SIGTERM"
-    from minigpt.engine import Engine, EngineConfig
-    from minigpt.kernels import prepare_for_inference, set_threads
+    from minigpt.engine import EngineConfig
+    from minigpt.kernels import set_threads
     from minigpt.runner import EngineRunner
     from minigpt.server import create_app, serve_forever
     from minigpt.weights import load_model
@@ -248,7 +260,7 @@ def run_serve(args: argparse.Namespace) -> int:
     if args.host not in ('127.0.0.1', 'localhost', '::1'):
         say(f'warning: {args.host} can be reached by other machines, and this server asks nobody who they are')
     with trace_to(args.trace) as on_record:
-        engine = Engine(prepare_for_inference(loaded.model, settings.dtype), loaded.tokenizer, settings, on_record)
+        engine = traced_engine(loaded, settings, on_record, args.model)
         with EngineRunner(engine, engine.set_threads) as runner:
             app = create_app(runner, loaded.tokenizer, loaded.name, engine.model_config.max_seq_len)
             def ready(url):
@@ -260,19 +272,46 @@ def run_serve(args: argparse.Namespace) -> int:
     return 0
 
 # %% ../nbs/20_cli.ipynb #6d8a274e
+def open_trace(path: str):
+    "The trace in a file; raises `UsageError` if it holds no step"
+    from minigpt.scheduler import read_trace
+    with open(path, encoding='utf-8') as lines: trace = read_trace(lines)
+    if not trace.records: raise UsageError(f'{path} holds no step records')
+    return trace
+
 def run_trace(args: argparse.Namespace) -> int:
-    "`minigpt trace`: a recorded run as a timeline and in words, or as JSON"
-    from minigpt.scheduler import explain, read_trace
+    "`minigpt trace`: a recorded run as a timeline and in words, or in a form for other eyes"
+    from minigpt.scheduler import explain
     from minigpt.viz import timeline_text
-    with open(args.file, encoding='utf-8') as lines: records = read_trace(lines)
+    trace = open_trace(args.file)
     if args.json:
-        print(json.dumps(records))
+        print(json.dumps(vars(trace)))
         return 0
-    if not records: raise UsageError(f'{args.file} holds no step records')
-    print(timeline_text(records, args.columns))
+    print(timeline_text(trace.records, args.columns))
     print('\nA number: tokens computed in that step. w: waits. P: preempted.\n')
-    for r in records: print(f"step {r['step']}: " + '; '.join(explain(r)))
+    for r in trace.records: print(f"step {r['step']}: " + '; '.join(explain(r)))
     return 0
+
+def run_replay(args: argparse.Namespace) -> int:
+    "`minigpt replay`: a recorded run again, and what is different; exit code 1 if an answer is"
+    from minigpt.engine import EngineConfig, replay
+    from minigpt.kernels import prepare_for_inference, set_threads
+    from minigpt.weights import load_model, weights_fingerprint
+    trace, changes = open_trace(args.file), given(args, EngineConfig)
+    header = trace.header or {}
+    path = args.model or header.get('model')
+    if path is None: raise UsageError(f'{args.file} names no model; give one with --model')
+    loaded, settings = load_model(path), header.get('settings', {}) | changes
+    if (found := weights_fingerprint(loaded.model)) != header.get('fingerprint', found):
+        say(f"warning: {path} has other weights than the trace was made with")
+    set_threads(settings.get('threads'))
+    result = replay(trace, prepare_for_inference(loaded.model, settings.get('dtype', 'fp32')), loaded.tokenizer, **changes)
+    for line in result.differences: print(line)
+    print(f"{result.num_requests} requests, {result.num_tokens} tokens in {result.num_steps} steps: " +
+          (f'{len(result.differences)} answers are different' if result.differences else 'each token and each logit as recorded'))
+    where = 'as recorded' if result.first_step is None else f'otherwise from step {result.first_step} on'
+    if not changes: print(f'the scheduler decided {where}')
+    return 1 if result.differences else 0
 
 def run_doctor(args: argparse.Namespace) -> int:
     "`minigpt doctor`: what is installed, what this machine is, and how fast it could be"
@@ -357,15 +396,14 @@ def demo_training(data: Path, run: Path, updates: int) -> None:
 
 def demo_serving(run: Path) -> None:
     "Serve the run on a free port, stream three completions at once, print the timeline of their steps"
-    from minigpt.engine import Engine, EngineConfig
-    from minigpt.kernels import prepare_for_inference
+    from minigpt.engine import EngineConfig
     from minigpt.runner import EngineRunner
     from minigpt.server import create_app, running_server
     from minigpt.viz import timeline_text
     from minigpt.weights import load_model
     loaded = load_model(run)
     with trace_to(run/'trace.jsonl') as on_record:
-        engine = Engine(prepare_for_inference(loaded.model), loaded.tokenizer, EngineConfig(block_size=4, num_blocks=32, max_num_batched_tokens=16), on_record)
+        engine = traced_engine(loaded, EngineConfig(block_size=4, num_blocks=32, max_num_batched_tokens=16), on_record, str(run))
         with EngineRunner(engine, engine.set_threads) as runner, running_server(create_app(runner, loaded.tokenizer, loaded.name, engine.model_config.max_seq_len)) as url:
             say(f'\nServing it at {url}; three clients ask at once:')
             prompts = {'A': ('The following statement ', 20), 'B': ('The following expression ', 16), 'C': ('If ', 8)}
@@ -397,6 +435,7 @@ The run is in {out}. Go on with:
   minigpt generate {out}/run "The " --max-tokens 200
   minigpt serve {out}/run
   minigpt trace {out}/run/trace.jsonl
+  minigpt replay {out}/run/trace.jsonl
   minigpt train --data {out}/data --out {out}/longer --updates 2000""")
     return 0
 
@@ -451,13 +490,18 @@ def make_parser(command: str | None = None) -> Parser:  # Whose own flags are ne
     add_model_flags(p)
     p.add_argument('--host', default='127.0.0.1', metavar='H')
     p.add_argument('--port', type=int, default=8000, metavar='P', help='0 takes a free one (default 8000)')
-    p.add_argument('--trace', metavar='FILE', help='write each step\'s record here')
+    p.add_argument('--trace', metavar='FILE', help='write prompts, answers and what each step decided here, for `minigpt trace` and `minigpt replay`')
     if command == 'serve': add_engine_fields(p)
 
     p = add('trace', run_trace, 'draw and explain a recorded run')
     p.add_argument('file', metavar='FILE')
     p.add_argument('--json', action='store_true')
     p.add_argument('--columns', type=int, default=24, metavar='N', help='steps side by side (default 24)')
+
+    p = add('replay', run_replay, 'run a recorded trace again, and compare each token and logit')
+    p.add_argument('file', metavar='FILE', help='made by `minigpt serve --trace`')
+    p.add_argument('--model', metavar='MODEL', help='default: where the trace says it was')
+    if command == 'replay': add_engine_fields(p)
 
     p = add('doctor', run_doctor, 'what is installed, and how fast this machine could be')
     p.add_argument('--json', action='store_true')
@@ -491,7 +535,7 @@ def add_sampling_fields(parser: argparse.ArgumentParser):
     add_fields(parser, SamplingParams, skip=(*lists, 'n', 'include_stop_str_in_output', 'logprobs', 'prompt_logprobs'))
 
 def add_engine_fields(parser: argparse.ArgumentParser):
-    "Flags of `minigpt serve` that are fields of `EngineConfig`"
+    "Flags of `minigpt serve` and `replay` that are fields of `EngineConfig`"
     from minigpt.engine import EngineConfig
     add_fields(parser, EngineConfig)
 

@@ -7,9 +7,10 @@ __all__ = ['GPT2_ACTIVATIONS', 'GPT2', 'LLAMA', 'FAMILIES', 'DTYPES', 'MINIGPT',
            'gpt2_keys', 'read_rope_theta', 'llama_dials', 'llama_keys', 'config_from_hf', 'config_to_hf', 'Piece',
            'part_rows', 'their_names', 'layout', 'NoDraws', 'empty_model', 'TensorFiles', 'read_json', 'check_tensors',
            'fill', 'load_weights', 'load_hf', 'save_hf', 'check_vocabulary', 'LoadedModel', 'load_checkpoint_model',
-           'load_model']
+           'load_model', 'weights_fingerprint']
 
 # %% ../nbs/07_weights.ipynb #ece383d7
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -371,3 +372,14 @@ def load_model(
     except ValueError as e: raise WeightsError(str(e)) from e
     check_vocabulary(model.config, tokenizer)
     return LoadedModel(model, tokenizer, name)
+
+# %% ../nbs/07_weights.ipynb #90684f2b
+def weights_fingerprint(
+    model: GPT,  # Not yet prepared for inference
+) -> str:  # SHA-256, hexadecimal
+    "A hash of all weights, with their names and shapes, and of the config"
+    digest = hashlib.sha256(repr(model.config).encode())
+    for name, weight in model.named_parameters():
+        digest.update(f'{name}{tuple(weight.shape)}'.encode())
+        digest.update(weight.detach().contiguous().numpy())
+    return digest.hexdigest()

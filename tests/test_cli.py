@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from minigpt.cli import main, trace_to
+from minigpt.scheduler import explain
+from minigpt.viz import timeline_text
 
 MINIGPT = [sys.executable, '-c', 'from minigpt.cli import main; raise SystemExit(main())']
 
@@ -71,17 +73,20 @@ def test_trace_as_text_and_as_json(tmp_path, run, capsys):
     from minigpt.sampling import SamplingParams
     from minigpt.weights import load_model
     loaded, lines = load_model(run), []
-    engine = Engine(prepare_for_inference(loaded.model), loaded.tokenizer, EngineConfig(block_size=4, num_blocks=5, max_num_batched_tokens=16), lambda r: lines.append(json.dumps(r)))
+    engine = Engine(prepare_for_inference(loaded.model), loaded.tokenizer, EngineConfig(block_size=4, num_blocks=5, max_num_batched_tokens=16), lines.append)
     for name, prompt in (('A', 'the cat'), ('B', 'the cup'), ('C', 'cat')): engine.add(name, loaded.tokenizer.encode(prompt), SamplingParams(max_tokens=8, temperature=0))
     while engine.has_work: engine.step()
-    (tmp_path/'trace.jsonl').write_text('\n'.join(lines) + '\n', encoding='utf-8')
+    requests, steps = ([line for line in lines if line['kind'] == kind] for kind in ('request', 'step'))
+    (tmp_path/'trace.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines), encoding='utf-8')
     assert main(['trace', str(tmp_path/'trace.jsonl')]) == 0
     text = capsys.readouterr().out
-    assert '   A  7 1 1' in text and 'B was preempted and lost' in text and f'step {len(lines) - 1}: ' in text and ': C finished' not in text.split('finished')[0]
+    assert text == timeline_text(steps) + '\n\nA number: tokens computed in that step. w: waits. P: preempted.\n\n' + ''.join(
+        f"step {n}: {'; '.join(explain(r))}\n" for n, r in enumerate(steps))
+    assert 'B was preempted and lost 8 tokens: A needs 1 more block, 0 of 5 are free' in text
     assert main(['trace', str(tmp_path/'trace.jsonl'), '--json']) == 0
-    assert json.loads(capsys.readouterr().out) == [json.loads(line) for line in lines]
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(dict(header=None, requests=requests, records=steps)))
     assert main(['trace', str(tmp_path/'trace.jsonl'), '--columns', '3']) == 0
-    assert capsys.readouterr().out.count('step  ') + 0 >= len(lines) // 3
+    assert capsys.readouterr().out.startswith(timeline_text(steps, 3) + '\n')
 
 
 def test_a_trace_is_a_new_file_and_ends_with_its_disk(tmp_path, capsys, monkeypatch):

@@ -1,4 +1,5 @@
 """The scheduler under random traffic: what must hold in every step, and that everyone finishes"""
+import io
 import json
 import random
 
@@ -9,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from minigpt.bench import Workload
 from minigpt.paging import BlockPool, blocks_needed
-from minigpt.scheduler import (Limits, QueueFull, Request, RequestState, Scheduler, StepPlan, apply_record, block_tables, check_fits, choose_victim,
-                               explain, preempt, read_trace)
+from minigpt.scheduler import (Limits, QueueFull, Request, RequestState, Scheduler, StepPlan, StepRecord, Trace, apply_record, block_tables, check_fits, choose_victim,
+                               explain, findable_blocks, outputs_of, preempt, read_trace)
 
 NO_TIME_LIMIT = settings(max_examples=300, deadline=None, derandomize=True)
 
@@ -53,6 +54,19 @@ class Contents:
         for p in plan.scheduled:
             for pos in range(p.start + p.num_tokens):
                 assert self.slots.get((p.request.block_table[pos // size], pos % size)) == tuple(p.request.token_ids[:pos + 1]), (p.request.id, pos)
+
+
+def account(s, record):
+    "Everyone who is here ran, was skipped or waits, once, and where there is less than all there is a reason"
+    ran, skipped = [x['id'] for x in record['scheduled']], [x['id'] for x in record['skipped']]
+    here = {r.id for r in s.running} - record['forked'].keys() | {f['id'] for f in record['finished'] if f['reason'] == 'length'} - record['forked'].keys()
+    assert len(set(ran) | set(skipped)) == len(ran) + len(skipped) and here <= set(ran) | set(skipped)
+    assert set(record['admitted']) <= set(ran) and record['ahead'].keys() <= set(record['admitted'])
+    assert (record['head_waits'] is not None) == bool(s.waiting)
+    for x in record['scheduled']: assert ('num_left' in x) == ('why' in x) and x.get('num_left', 1) >= 1 and isinstance(x.get('why', ''), str)
+    for x in record['skipped']: assert isinstance(x['reason'], str)
+    left = {x['id']: x['num_left'] for x in record['scheduled'] if 'num_left' in x}
+    assert left == {r.id: r.num_uncomputed_tokens for r in s.running if r.id in ran and r.id in left}  # nothing was drawn for these
 
 
 def make_request(name, prompt, answer, num_choices=1, priority=0, key='', apart=0):
@@ -100,6 +114,7 @@ def drive(scheduler, arrivals, aborts=(), max_steps=3000):
                 r.token_ids.append(1000 + len(r.token_ids) + 50 * len(r.id))
                 if r.num_tokens - r.num_prompt_tokens == r.max_tokens or r.num_tokens == s.limits.max_seq_len: s.finish(r, 'length')
         records.append(s.close_step(plan).to_dict())
+        account(s, records[-1])
         assert all(isinstance(line, str) for line in explain(records[-1]))
     audit(s)
     assert s.pool.num_free == s.pool.num_blocks and s.served == {}
@@ -131,15 +146,16 @@ def test_everyone_finishes_and_every_step_is_sound(limits, guests, num_blocks, a
 @given(limits, guests, st.integers(1, 14))
 def test_records_tell_the_block_tables(limits, guests, num_blocks):
     "The tables rebuilt from the records are those that were there"
-    seen = []
+    seen, findable = [], []
     class Watched(Scheduler):
         def close_step(self, plan):
             seen.append({r.id: list(r.block_table) for r in self.running})
+            findable.append(set(self.ledger.prefix.by_block) if self.ledger.prefix else set())
             return super().close_step(plan)
     records, _, _ = drive(Watched(BlockPool(num_blocks), Limits(max_seq_len=24, **limits)), guests)
-    assert block_tables(records) == seen
+    assert block_tables(records) == seen and findable_blocks(records) == findable
     without_keyframes = [r | dict(keyframe=None) if i else r for i, r in enumerate(records)]
-    assert block_tables(without_keyframes) == seen
+    assert block_tables(without_keyframes) == seen and findable_blocks(without_keyframes) == findable
     for r, tables in zip(records, seen): assert r['num_free_blocks'] == num_blocks - len({i for t in tables.values() for i in t})
 
 
@@ -390,24 +406,34 @@ def test_phases_records_and_words():
     records = drive(s, [])[0]
     assert [(x['id'], x['start'], x['num_tokens'], x['phase']) for r in records[:3] for x in r['scheduled']] == [
         ('0', 0, 3, 'prefill'), ('0', 3, 1, 'prefill'), ('1', 2, 1, 'prefill'), ('2', 0, 1, 'prefill'), ('0', 4, 1, 'decode'), ('1', 3, 1, 'decode'), ('2', 1, 1, 'prefill')]
-    assert explain(records[0]) == ['0 arrived', '1 arrived', '2 arrived', '0 entered and computed 3 tokens from position 0', "1 needs 3 tokens, 0 of the step's 3 are left; 1 more waits"]
-    assert explain(records[1]) == ['0 computed 1 token from position 3', '1 entered, found 2 tokens computed and computed 1 token from position 2', '2 entered and computed 1 token from position 0']
+    assert explain(records[0]) == ['0 arrived', '1 arrived', '2 arrived', "0 entered and computed 3 tokens from position 0; 1 more to compute: 3 of the step's 3 tokens were left",
+        "1 needs 3 tokens, 0 of the step's 3 tokens were left; 1 more waits"]
+    assert explain(records[1]) == ['0 computed 1 token from position 3', '1 entered, found 2 tokens computed in block 0 and computed 1 token from position 2',
+        "2 entered and computed 1 token from position 0; 1 more to compute: 1 of the step's 3 tokens were left"]
     assert explain(records[2])[:2] == ['0 decoded 1 token from position 4', '1 decoded 1 token from position 3']
     assert 'more wait' not in ' '.join(explain(records[1])) and all([] not in r['allocated'].values() for r in records)
     waits = records[0] | dict(num_waiting=3)
-    assert explain(waits)[-1].endswith('; 2 more wait') and explain(records[0] | dict(num_waiting=1))[-1].endswith('are left')
+    assert explain(waits)[-1].endswith('; 2 more wait') and explain(records[0] | dict(num_waiting=1))[-1].endswith('were left')
 
 
 def test_a_trace_is_read_back_or_the_damaged_line_named():
     s = Scheduler(BlockPool(8), Limits(2, 24))
     s.add(Request('0', [1] * 4, 3))
     records = drive(s, [])[0]
-    assert read_trace([*(json.dumps(r) for r in records), '']) == records
-    for wrong, said in (('[]', 'is no step record'), ('{', 'is no JSON'), (json.dumps({'version': 2}), 'has version 2'), (json.dumps({'step': 1}), 'is no step record'),
-                        *((json.dumps({k: v for k, v in records[0].items() if k != name}), f'has {name}=None') for name in records[0] if name != 'version'),
+    header = dict(kind='header', version=2, settings={}, max_seq_len=24)
+    asked = dict(kind='request', version=2, id='0', step=0, arrived_s=0.5, prompt_token_ids=[1], params={})
+    assert read_trace([*(json.dumps(r) for r in (header, records[0], asked, *records[1:])), '']) == Trace(header, [asked], records)
+    whole = ''.join(json.dumps(r) + '\n' for r in records)
+    for cut in range(len(json.dumps(records[-1])) + 1):  # a process killed while it wrote its last line
+        assert read_trace(io.StringIO(whole[:len(whole) - cut])).records == records[:len(records) - (cut > 1)]
+    bad = dict(kind='step', version=2)
+    for wrong, said in (('[]', 'is no header'), ('{', 'is no JSON'), (json.dumps(records[0] | dict(version=1)), 'has version 1, this one reads 2'), (json.dumps({'step': 1}), 'is no header'),
+                        (json.dumps(records[0] | dict(kind='other')), 'is no header'), (json.dumps(bad), 'has step=None, not int'), (json.dumps(asked | dict(arrived_s=1)), 'has arrived_s=1, not float'),
+                        *((json.dumps({k: v for k, v in records[0].items() if k != name}), f'has {name}=None') for name in vars(StepRecord(0, 1, 1)) if records[1][name] is not None and name != 'version'),
                         (json.dumps(records[0] | dict(step='1')), "has step='1', not int"), (json.dumps(records[0] | dict(finished={})), 'has finished={}, not list'),
+                        (json.dumps(records[0] | dict(scheduled=[dict(id='0')])), 'has scheduled without start'), (json.dumps(records[0] | dict(finished=['0'])), 'has finished without id'),
                         (json.dumps(records[0] | dict(found=[])), 'has found=\\[\\], not dict')):
-        with pytest.raises(ValueError, match=f'line 2 of the trace {said}'): read_trace([json.dumps(records[0]), wrong])
+        with pytest.raises(ValueError, match=f'line 2 of the trace {said}'): read_trace([json.dumps(records[0]), wrong, '{}'])
 
 
 def test_keys_are_served_in_turns():
@@ -445,3 +471,34 @@ def test_ten_may_wait():
         else: assert fits and len(s.waiting) == waiting + 1
     with pytest.raises(QueueFull, match='10 requests wait'):  # requests are counted before tokens
         s.add(Request('t', [1] * 23, 1))
+
+
+def test_a_reset_a_failure_and_a_stale_child_are_told():
+    "What can be found is rebuilt from the records through each way of losing it"
+    s = Scheduler(BlockPool(6), Limits(2, 24))
+    records, real = [], []
+    def step(end=None, reason='abort'):
+        plan = s.schedule()
+        s.update(plan)
+        if end: s.finish(end, reason)
+        real.append(set(s.ledger.prefix.by_block))
+        records.append(s.close_step(plan).to_dict())
+    a, b = Request('a', [1] * 6, 4), Request('b', [2] * 5, 4)
+    s.add(a), step(a)
+    assert s.ledger.reset() and (records[-1]['entered'], s.record.reset) == ([0, 1, 2], True)
+    s.add(b), step(b, 'error')
+    assert (records[-1]['reset'], records[-1]['entered'], records[-1]['forgotten'], real[-1]) == (True, records[-1]['allocated']['b'][:2], records[-1]['allocated']['b'][:2], set())
+    assert explain(records[-1])[:2] == ['all computed prefixes were forgotten, as asked', 'b arrived'] or explain(records[-1])[:2] == ['b arrived', 'all computed prefixes were forgotten, as asked']
+    s.add(Request('c', [1] * 6, 4)), step(s.waiting[0])                  # three blocks can be found
+    first = records[-1]['allocated']['c'][0]
+    s.ledger.record.forgotten += s.ledger.prefix.forget([first])         # the first of them is lost: its children can't be reached
+    s.add(Request('d', [1] * 6, 4)), step(s.waiting[0])                  # computes all three again, in the place of the old ones
+    assert len(records[-1]['entered']) == 3 and len(records[-1]['forgotten']) == 3
+    assert findable_blocks(records) == real
+    s.add(Request('e', [3], 4, deadline=1.0))
+    s.schedule(1.25)
+    assert s.record.finished == [dict(id='e', reason='deadline', detail='0.25 s too late')]
+
+
+def test_what_was_said_is_in_the_records():
+    assert outputs_of([dict(drawn={'a': [3, 0.5], 'a#1': [4, 0.5]}), dict(drawn={}), dict(drawn={'a': [5, 1.0]})]) == {'a': [3, 5], 'a#1': [4]}

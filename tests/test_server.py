@@ -380,7 +380,8 @@ from minigpt.server import create_app, serve_forever
 from minigpt.tokenizer import ByteTokenizer
 
 trace, drain_timeout_s = open(sys.argv[1], 'w'), float(sys.argv[2])
-def on_record(record): print(json.dumps(record), file=trace, flush=True)
+def on_record(line):
+    if line['kind'] == 'step': print(json.dumps(line), file=trace, flush=True)
 torch.manual_seed(0)
 model = GPT(GPTConfig(vocab_size=256, max_seq_len=2048, n_layer=2, n_head=2, n_embd=16, position='rope', tie_head=False))
 engine = Engine(prepare_for_inference(model), ByteTokenizer(), EngineConfig(block_size=4, num_blocks=16 * 512, threads=1, max_waiting_requests=256), on_record)
