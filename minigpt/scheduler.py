@@ -425,7 +425,8 @@ def make_room(scheduler: Scheduler, request: Request, num_new_tokens: int, plan:
     growth = blocks_needed(request.num_computed_tokens + num_new_tokens, s.limits.block_size) - len(request.block_table)
     while (needed := growth + ledger.must_copy(request)) > pool.num_free:
         victim = choose_victim(request, s.running)
-        preempt(s, victim, f"{request.id} needs {counted(needed, 'more block')}, {pool.num_free} of {pool.num_blocks} are free", plan)
+        reason = f"{request.id} needs {counted(needed, 'more block')}, {pool.num_free} of {pool.num_blocks} are free"
+        preempt(s, victim, reason + (', and nobody came after it' if victim is request else ''), plan)
         if victim is request: return False
     if ledger.must_copy(request): plan.copies[request.id] = ledger.copy(request)
     ledger.lend(request, growth)
