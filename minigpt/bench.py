@@ -10,7 +10,7 @@ __all__ = ['interleave', 'tail_share', 'bootstrap_ratio', 'verdict', 'Policy', '
            'measure_bandwidth', 'measure_gemm', 'measure_roofs', 'linear_weights', 'predict', 'preset_config',
            'numba_report', 'packed_report', 'available_memory_gb', 'doctor', 'doctor_text', 'time_linears',
            'python_command', 'repeat', 'bench_roofs', 'train_nano', 'bench_nano', 'time_prefix', 'bench_prefix',
-           'bench_linears', 'bench_compare', 'benches']
+           'eight_running', 'time_recording', 'bench_recording', 'bench_linears', 'bench_compare', 'benches']
 
 # %% ../nbs/18_bench.ipynb #ae457d9c
 import json
@@ -610,6 +610,49 @@ def bench_prefix(
     a, b = (python_command(f'time_prefix({caching}, {shared}, {threads}, {16 if shared else 48})') for caching in (True, False))
     return asdict(compare(policy, a, b, Path(out_root) / name, on_replicate))
 
+# %% ../nbs/18_bench.ipynb #45dfc990
+def eight_running(preset: str, on_record=None, max_records: int = 0):
+    "An engine with eight requests in the middle of long answers, on a model with random weights"
+    from minigpt.engine import Engine, EngineConfig
+    from minigpt.kernels import prepare_for_inference
+    from minigpt.sampling import SamplingParams
+    from minigpt.tokenizer import ByteTokenizer
+    config = GPTConfig(**PRESETS[preset] | dict(vocab_size=256, max_seq_len=512))
+    model = prepare_for_inference(init_weights(GPT(config), torch.Generator().manual_seed(0)))
+    engine = Engine(model, ByteTokenizer(), EngineConfig(max_records=max_records), on_record)
+    for i in range(8): engine.add(str(i), [i + 1] * 20, SamplingParams(max_tokens=400, temperature=0, seed=0))
+    return engine
+
+def time_recording(preset: str, threads: int, num_steps: int = 300) -> dict:
+    "What a bench process prints: median seconds of a step that is written to a trace, and of one that leaves no record"
+    from minigpt.kernels import set_threads
+    set_threads(threads)
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder)/'trace', 'w', buffering=1) as file:
+        engines = dict(a=eight_running(preset, lambda line: file.write(json.dumps(line) + '\n'), 4096), b=eight_running(preset))
+        times = dict(a=[], b=[])
+        for _, side in interleave(num_steps + 10):
+            start = time.perf_counter()
+            engines[side].step()
+            times[side].append(time.perf_counter() - start)
+        return {side: statistics.median(t[10:]) for side, t in times.items()} | dict(bytes_per_step=file.tell() // (num_steps + 10))
+
+def bench_recording(
+    out_root='bench_records', name='recording', threads=None, replicates=8, preset='small', replace=False, on_replicate=None,
+) -> dict:
+    "A step with eight running that is written to a trace (A) and one that leaves no record (B), in turns within each process"
+    threads = threads or torch.get_num_threads()
+    question = f'What does a trace cost per step with eight running, preset {preset}?'
+    policy = Policy(name, question, replicates=replicates, warmups=0, min_effect=0.02, threads=threads)
+    if not replace and (Path(out_root) / name).exists(): raise RecordExists(f"{Path(out_root) / name} holds a record")
+    raw = []
+    for pair in range(replicates):
+        run = run_once(python_command(f'time_recording({preset!r}, {threads})'), threads, policy.seed, policy.timeout_s, f'run {pair}')
+        raw += [dict(pair=pair, side=side, value=run['result'][side], source='printed', **run) for side in 'ab']
+        if on_replicate: on_replicate(raw[-1])
+    comparison = summarise(policy, raw)
+    record(name, out_root, policy=policy, raw=raw, summary=asdict(comparison), replace=replace)
+    return asdict(comparison)
+
 # %% ../nbs/18_bench.ipynb #94c36e95
 def bench_linears(
     out_root='bench_records', name='linears', threads=None, replicates=6, preset='smollm2-135m', rows=1, on_replicate=None,
@@ -628,4 +671,5 @@ def bench_compare(
 
 def benches() -> dict:  # Name → function
     "What `minigpt bench NAME` can run"
-    return dict(roofs=bench_roofs, linears=bench_linears, nano=bench_nano, prefix=bench_prefix, compare=bench_compare)
+    return dict(roofs=bench_roofs, linears=bench_linears, nano=bench_nano, prefix=bench_prefix, recording=bench_recording,
+                compare=bench_compare)
