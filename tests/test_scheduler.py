@@ -502,3 +502,17 @@ def test_a_reset_a_failure_and_a_stale_child_are_told():
 
 def test_what_was_said_is_in_the_records():
     assert outputs_of([dict(drawn={'a': [3, 0.5], 'a#1': [4, 0.5]}), dict(drawn={}), dict(drawn={'a': [5, 1.0]})]) == {'a': [3, 5], 'a#1': [4]}
+
+
+def test_who_was_skipped_and_then_had_to_go_is_told_once():
+    s = Scheduler(BlockPool(8), Limits(4, 24))
+    for name in '01': s.add(make_request(name, 3, 5))
+    plan = s.schedule()
+    s.record.skipped += [dict(id='0', reason='x'), dict(id='1', reason='x')]
+    preempt(s, s.running[1], 'y', plan)
+    assert s.close_step(plan).skipped == [dict(id='0', reason='x')]
+
+
+def test_a_block_lent_twice_in_a_step_was_lost_to_the_first():
+    record = StepRecord(0, 9, 4, allocated=dict(a=[3], b=[3, 4]), copied=dict(c=[1, 5]), evicted=[3, 5]).to_dict()
+    assert explain(record) == ['c copied block 1 to 5, because others hold it', 'a took block 3, whose contents could be found until now', 'c took block 5, whose contents could be found until now']

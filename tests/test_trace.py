@@ -16,6 +16,7 @@ from test_engine import workload
 from minigpt.cli import main
 from minigpt.engine import Engine, EngineConfig, header_line, replay
 from minigpt.kernels import prepare_for_inference
+from minigpt.kv_cache import Choice
 from minigpt.sampling import SamplingParams
 from minigpt.scheduler import Trace, block_tables, explain, findable_blocks, outputs_of, read_trace
 from minigpt.tokenizer import ByteTokenizer
@@ -129,6 +130,19 @@ def test_each_step_is_explained(prepared):
     assert findable_blocks(trace.records)[6] == {0, 1, 2, 3, 4, 5}
     said = outputs_of(trace.records)
     assert {i: len(tokens) for i, tokens in said.items()} == dict(A=12, B=9, C=6, E=4) | {'B#1': 7}
+
+
+def test_drawn_tokens_have_the_logits_that_they_won_with(prepared, monkeypatch):
+    rows, accept = {}, Choice.accept
+    def watched(choice, row):
+        token_id = accept(choice, row)
+        rows.setdefault((tuple(choice.prompt_token_ids), choice.index), []).append([token_id, row[token_id].item()])
+        return token_id
+    monkeypatch.setattr(Choice, 'accept', watched)
+    trace, drawn = read_trace(written(recorded(prepared['llama']))), {}
+    for r in trace.records:
+        for i, pair in r['drawn'].items(): drawn.setdefault(i, []).append(pair)
+    assert sorted(drawn.values()) == sorted(rows.values())
 
 
 @pytest.mark.parametrize('family', ['llama', 'gpt2'])
