@@ -10,7 +10,7 @@ import time
 
 import openai
 import pytest
-from conftest import GPT2, LLAMA, toy_model
+from conftest import GPT2, toy_model
 from test_engine import workload
 
 from minigpt.cli import main
@@ -236,7 +236,7 @@ def test_a_servers_trace_reproduces_every_token(run, tmp_path, capsys):
             heard[i] = {c.index: c.text for c in answer.choices}
         def hang_up():
             stream = client.completions.create(model='run', prompt='the', max_tokens=100, stream=True)
-            for _, chunk in zip(range(3), stream): pass
+            for _, _chunk in zip(range(3), stream): pass
             stream.close()
         threads = [threading.Thread(target=ask, args=(i, ['the cat saw'[:3 + i], 'why'][:1 + i % 2]), kwargs=dict(max_tokens=20 + 5 * i, stop=['!'] if i % 2 else None, logprobs=1 if i == 4 else None,
                                     logit_bias={'3': 1.5} if i == 5 else None, temperature=i / 5)) for i in range(9)] + [threading.Thread(target=hang_up)]
