@@ -108,39 +108,39 @@ def changed_blocks(
     for name in ('found', 'allocated', 'copied', 'released'): lists += record[name].values()
     return {i for blocks in lists for i in blocks}
 
-# %% ../nbs/13_stepper.ipynb #30ba0c6d
+# %% ../nbs/13_stepper.ipynb #e0a4e22c
 MAX_ROWS, MAX_SQUARES, MAX_SENTENCES, MAX_TABLE = 12, 256, 20, 24  # What one frame shows; of more it says how many
 
 CLASSES = dict(free='f', held='h', shared='s', cached='c', prefill='p', decode='d', waiting='w', preempted='x')
 FRAME_STYLE = '''.minigpt-frame{background:#fff;color:#111;font:13px/1.5 sans-serif;max-width:640px;overflow-wrap:anywhere}
-.minigpt-frame h4{font:600 13px/1.5 sans-serif;color:#111;margin:8px 0 3px;padding:0;border:0}
-.minigpt-frame h4 span{display:inline-block;min-width:74px;font-weight:400;margin-left:8px;white-space:nowrap}
-.minigpt-frame p{margin:2px 0 0;font-size:12px;color:#555}
+.minigpt-frame .minigpt-title{font-weight:600;margin:8px 0 3px}
+.minigpt-frame .minigpt-title span{display:inline-block;min-width:74px;font-weight:400;margin-left:8px;white-space:nowrap}
+.minigpt-frame p{margin:2px 0 0;line-height:1.5;font-size:12px;color:#555}
 .minigpt-frame i{display:inline-block;box-sizing:border-box;flex:none;width:20px;height:20px;border-radius:3px;overflow:hidden;
 font:11px/20px sans-serif;text-align:center;color:#111;unicode-bidi:isolate}
-.minigpt-frame .pool{display:flex;flex-wrap:wrap;gap:3px}
-.minigpt-frame .pool i{width:30px;height:32px;line-height:17px}
-.minigpt-frame .pool i::after,.minigpt-frame h4 i::after{display:block;font-size:9px;line-height:9px}
-.minigpt-frame h4 i{width:14px;height:14px;vertical-align:-2px;margin-right:3px}
-.minigpt-frame h4 i::after{line-height:14px}
-.minigpt-frame .row{display:flex;align-items:center;gap:4px;min-height:24px;padding:1px 0;box-sizing:border-box}
-.minigpt-frame .row b{flex:none;width:82px;font-weight:400;font-size:12px;text-align:right;padding-right:4px;white-space:nowrap;
+.minigpt-frame .minigpt-pool{display:flex;flex-wrap:wrap;gap:3px}
+.minigpt-frame .minigpt-pool i{width:30px;height:32px;line-height:17px}
+.minigpt-frame .minigpt-pool i::after,.minigpt-frame .minigpt-title i::after{display:block;font-size:9px;line-height:9px}
+.minigpt-frame .minigpt-title i{width:14px;height:14px;vertical-align:-2px;margin-right:3px}
+.minigpt-frame .minigpt-title i::after{line-height:14px}
+.minigpt-frame .minigpt-row{display:flex;align-items:center;gap:4px;min-height:24px;padding:1px 0;box-sizing:border-box}
+.minigpt-frame .minigpt-row b{flex:none;width:82px;font-weight:400;font-size:12px;text-align:right;padding-right:4px;white-space:nowrap;
 overflow:hidden;text-overflow:ellipsis;unicode-bidi:isolate}
-.minigpt-frame .row span{flex:1;min-width:0;display:flex;flex-wrap:wrap;gap:2px}
-.minigpt-frame .past span{flex-direction:row-reverse;justify-content:flex-end;height:20px;overflow:hidden}
-.minigpt-frame .table i{width:26px}
+.minigpt-frame .minigpt-row span{flex:1;min-width:0;display:flex;flex-wrap:wrap;gap:2px}
+.minigpt-frame .minigpt-past span{flex-direction:row-reverse;justify-content:flex-end;height:20px;overflow:hidden}
+.minigpt-frame .minigpt-table i{width:26px}
 .minigpt-frame .n{border:2px solid #111;line-height:16px}
-.minigpt-frame .pool .n{line-height:14px}
-.minigpt-frame .last i:first-child{font-weight:700;border-top:2px solid #111;line-height:17px}
+.minigpt-frame .minigpt-pool .n{line-height:14px}
+.minigpt-frame .minigpt-steps i:first-child{font-weight:700;border-top:2px solid #111;line-height:17px}
 .minigpt-frame ul{margin:0;padding-left:18px;color:#111;list-style:disc}
 .minigpt-frame li{margin:0;unicode-bidi:isolate}
 ''' + ''.join(f'.minigpt-frame .{c}{{background:{COLORS[kind]}}}\n' for kind, c in CLASSES.items()) + ''.join(
-    f'.minigpt-frame .pool .{c}::after,.minigpt-frame h4 .{c}::after{{content:"{c}"}}\n' for c in 'hsc') + r'''
-.minigpt-frame .pool .k::after{content:"h \2022"}
-.minigpt-frame .pool .s.k::after{content:"s \2022"}
-.minigpt-frame .pool .f::after{content:"\b7"}'''
+    f'.minigpt-frame .minigpt-pool .{c}::after,.minigpt-frame .minigpt-title .{c}::after{{content:"{c}"}}\n' for c in 'hsc') + r'''
+.minigpt-frame .minigpt-pool .k::after{content:"h \2022"}
+.minigpt-frame .minigpt-pool .s.k::after{content:"s \2022"}
+.minigpt-frame .minigpt-pool .f::after{content:"\b7"}'''
 
-# %% ../nbs/13_stepper.ipynb #5d8c7f84
+# %% ../nbs/13_stepper.ipynb #ef769114
 def visible(text: str) -> str:
     "A text as HTML in which nothing is hidden: what can't be printed, as a new line or a turn of direction, is written out"
     return escape(text if text.isprintable() else ''.join(c if c.isprintable() else repr(c)[1:-1] for c in text))
@@ -154,9 +154,10 @@ def square(text, kind: str, *marks: str) -> str:
     "A square of a frame; `kind` is a name in `COLORS` or empty"
     return f'<i class="{" ".join(filter(None, (CLASSES.get(kind), *marks)))}">{escape(str(text))}</i>'
 
-def row(name: str, cells: Iterable[str], kind: str = '') -> str:
+def row(name: str, cells: Iterable[str], kind: str) -> str:
     "A row of squares with a request's id before it"
-    return f'<div class="row {kind}"><b title="{shortened(name, 200)}">{shortened(name)}</b><span>{"".join(cells)}</span></div>'
+    label = f'<b title="{shortened(name, 200)}">{shortened(name)}</b>'
+    return f'<div class="minigpt-row minigpt-{kind}">{label}<span>{"".join(cells)}</span></div>'
 
 def pool_html(moment: Moment) -> str:
     "All blocks by state; of a large pool those that changed"
@@ -170,7 +171,8 @@ def pool_html(moment: Moment) -> str:
     note = f'{len(shown) - MAX_SQUARES} more changed; ' if len(shown) > MAX_SQUARES else ''
     note += '• can be found by a later prompt; framed: changed in this step'
     title = f"pool of {total} blocks of {record['block_size']} tokens{', those that changed' if large else ''}"
-    return f'<h4>{title}{legend}</h4><div class="pool" role="img" aria-label="{title}">{"".join(cells)}</div><p>{note}</p>'
+    return (f'<div class="minigpt-title">{title}{legend}</div>'
+            f'<div class="minigpt-pool" role="img" aria-label="{title}">{"".join(cells)}</div><p>{note}</p>')
 
 def table_html(name: str, moment: Moment, states: dict[int, str], changed: set[int]) -> str:
     "A block table as a row"
@@ -179,7 +181,7 @@ def table_html(name: str, moment: Moment, states: dict[int, str], changed: set[i
     if len(cells) > MAX_TABLE: cells = [*cells[:8], square('…', ''), *cells[-(MAX_TABLE - 9):]]
     return row(name, cells, 'table')
 
-# %% ../nbs/13_stepper.ipynb #91eb2b92
+# %% ../nbs/13_stepper.ipynb #e222c202
 def frame(
     moment: Moment,
     num_rows: int = 0,  # Requests to keep room for, so that nothing moves from frame to frame
@@ -199,9 +201,9 @@ def frame(
     reasons = [f'<li>{visible(s)}</li>' for s in said[:MAX_SENTENCES]]
     if len(said) > MAX_SENTENCES: reasons.append(f'<li>and {len(said) - MAX_SENTENCES} more</li>')
     return (f'<style>{FRAME_STYLE}</style><div class="minigpt-frame">{pool_html(moment)}'
-            f'<h4>block tables{more}</h4><div role="img" aria-label="block tables" {room}>{tables}</div>'
-            f'<h4>timeline{more}</h4><div role="img" aria-label="timeline" {room}>{"".join(past)}</div>'
-            f'{row("step", reversed(steps), "past last")}<h4>step {record["step"]}</h4>'
+            f'<div class="minigpt-title">block tables{more}</div><div role="img" aria-label="block tables" {room}>{tables}</div>'
+            f'<div class="minigpt-title">timeline{more}</div><div role="img" aria-label="timeline" {room}>{"".join(past)}</div>'
+            f'{row("step", reversed(steps), "past minigpt-steps")}<div class="minigpt-title">step {record["step"]}</div>'
             f'<ul style="min-height:{1.5 * min(MAX_SENTENCES + 1, num_sentences):g}em">{"".join(reasons)}</ul></div>')
 
 # %% ../nbs/13_stepper.ipynb #efd1649d
