@@ -48,15 +48,16 @@ class Window:
         "The columns as rows"
         return {i: [column.get(i, ('', '')) for _, column in self.columns] for i in self.order}
 
-# %% ../nbs/13_stepper.ipynb #a189161c
+# %% ../nbs/13_stepper.ipynb #26256292
 def apply_findable(
     findable: set[int],  # Blocks that could be found before the step; changed
     record: dict,  # A step record as written to disk
 ):
     "Bring the set of findable blocks to the end of a step"
     if record['reset']: findable.clear()
-    findable -= {*record['evicted'], *record['forgotten']}
+    findable -= set(record['evicted'])
     findable |= set(record['entered'])
+    findable -= set(record['forgotten'])
 
 def play(
     records: Iterable[dict],  # Step records from a keyframe on, in order
