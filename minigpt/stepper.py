@@ -19,7 +19,7 @@ from html import escape
 from .scheduler import apply_record, explain
 from .viz import COLORS, Pages, pages_widget, timeline_cells
 
-# %% ../nbs/13_stepper.ipynb #d8c98b2c
+# %% ../nbs/13_stepper.ipynb #901a488f
 WINDOW = 20  # Steps of the timeline that are in sight
 
 @dataclass(frozen=True)
@@ -39,8 +39,9 @@ class Window:
     def push(self, record: dict):
         "Let one more step into sight"
         cells = timeline_cells([record], self.live)
-        self.columns.append((record['step'], {i: column for i, [column] in cells.items()}))
-        self.order |= dict.fromkeys((*record['arrived'], *cells))
+        born = dict.fromkeys(record['forked'], ('', ''))  # choices that run from the next step on
+        self.columns.append((record['step'], born | {i: column for i, [column] in cells.items()}))
+        self.order |= dict.fromkeys((*record['arrived'], *born, *cells))
         seen = {i for _, column in self.columns for i in column}
         self.order = {i: None for i in self.order if i in seen}
 

@@ -132,7 +132,7 @@ def sparkline(
     low, high = min(values), max(values)
     return ''.join('▁▂▃▄▅▆▇█'[round(7 * (v - low) / (high - low or 1))] for v in values)
 
-# %% ../nbs/00_viz.ipynb #c1a85e36
+# %% ../nbs/00_viz.ipynb #d0a7532f
 PAGES_STYLE = '''.minigpt-pages{background:#fff;color:#111;border:1px solid #ccc;border-radius:6px;padding:8px 10px;max-width:640px;
 box-sizing:border-box;margin:8px 0;font:14px/1.5 sans-serif;text-align:left;overflow-wrap:anywhere}
 .minigpt-pages:focus-visible,.minigpt-pages :focus-visible{outline:2px solid #0072b2;outline-offset:1px}
@@ -146,8 +146,8 @@ box-sizing:border-box;margin:8px 0;font:14px/1.5 sans-serif;text-align:left;over
 .minigpt-view svg{display:block;max-width:100%;height:auto}
 .minigpt-view p{margin:6px 0 0}'''
 PAGES_SCRIPT = '''(root => {
-const {pieces, pages, names} = JSON.parse(root.querySelector('script').textContent), last = pages.length - 1
-const [controls, view, slider, where] = ['div', '.minigpt-view', 'input', 'output'].map(s => root.querySelector(s))
+const {pieces, pages, names} = JSON.parse(root.querySelector(':scope>script').textContent), last = pages.length - 1
+const [controls, view] = root.querySelectorAll(':scope>div'), [slider, where] = ['input', 'output'].map(s => root.querySelector(s))
 const [first, back, play, next] = root.querySelectorAll('button'), buttons = new Map([[first, 0], [back, 0], [next, last]])
 let at = 0, timer = 0
 const turn = to => {
