@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from minigpt.paging import BlockPool
-from minigpt.scheduler import Limits, Request, Scheduler, block_tables, explain, findable_blocks
+from test_stepper import expected, forks, guests, schedule
+
+from minigpt.scheduler import Request, explain
 from minigpt.stepper import StaticStepper, visible
-from minigpt.viz import PAGES_SCRIPT, Pages, timeline_cells
+from minigpt.viz import PAGES_SCRIPT, Pages
 
 ROOT = Path(__file__).parent.parent
 CHROMIUM = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
 QUIET = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking', '--disable-component-update', '--disable-sync']
-LETTERS = dict(free='f', held='h', shared='s', cached='c', prefill='p', decode='d', waiting='w', preempted='x')
 
 
 def lacking(what):
@@ -54,50 +54,6 @@ def page(browser):
     yield page
     page.close()
     assert wrong == []
-
-
-def schedule(arrivals, num_blocks, **limits):
-    "Records of a schedule, with a model that always writes `!`"
-    scheduler, records = Scheduler(BlockPool(num_blocks), Limits(4, 64, **limits)), []
-    while arrivals or scheduler.waiting or scheduler.running:
-        for request in arrivals.pop(scheduler.num_steps, []): scheduler.add(request)
-        plan = scheduler.schedule()
-        scheduler.update(plan)
-        for s in [s for s in plan.scheduled if s.catches_up]:
-            for r in scheduler.fork(s.request):
-                r.token_ids.append(ord('!'))
-                if r.num_tokens - r.num_prompt_tokens == r.max_tokens: scheduler.finish(r, 'length')
-        records.append(scheduler.close_step(plan).to_dict())
-    return json.loads(json.dumps(records))
-
-
-def guests(num_blocks=4, **c):
-    "The schedule of room 13: A, B and C in a pool of 4"
-    return schedule({0: [Request('A', list(b'the cu'), 6), Request('B', list(b'the c'), 4)], 2: [Request('C', list(b'why'), 1, **c)]}, num_blocks)
-
-
-def forks(): return schedule({0: [Request('F', list(b'the cu'), 7, num_choices=3)], 3: [Request('G', list(b'the cu'), 2)]}, 9)
-
-
-def expected(records, k):
-    "What a frame must show of step `k`, from the records alone and by other ways than the stepper's"
-    record, table, findable = records[k], block_tables(records)[k], findable_blocks(records)[k]
-    holders = [sum(b in t for t in table.values()) for b in range(record['num_blocks'])]
-    moved = [b for name in ('found', 'allocated', 'copied', 'released') for blocks in record[name].values() for b in blocks]
-    moved += record['evicted'] + record['entered'] + record['forgotten']
-    def square(b, known):
-        kind = 'shared' if holders[b] > 1 else 'held' if holders[b] else 'cached' if b in findable else 'free'
-        marks = [LETTERS[kind]] + ['n'] * (b in moved) + ['k'] * (known and holders[b] > 0 and b in findable)
-        return [str(b), ' '.join(marks)]
-    past = timeline_cells(records[:k + 1])
-    order = [i for r in records[:k + 1] for i in (*r['arrived'], *r['forked'])]
-    counts = [sum(square(b, False)[1][0] == letter for b in range(record['num_blocks'])) for letter in 'fhsc']
-    return dict(
-        pool=[square(b, True) for b in range(record['num_blocks'])],
-        tables=[[visible(i), [square(b, False) for b in table.get(i, [])]] for i in order],
-        past=[[visible(i), [[text, LETTERS.get(kind, '')] for text, kind in past.get(i, [('', '')] * (k + 1))]] for i in order],
-        steps=[str(r['step']) for r in records[:k + 1]], counts=counts, said=explain(record),
-        name=f"step {record['step']} of {records[-1]['step']}")
 
 
 READ = '''root => {
@@ -225,9 +181,10 @@ def test_steppers_on_one_page_are_independent(page, tmp_path):
         press(roots[which], word)
         at[which] = dict(Next=at[which] + 1, Back=at[which] - 1, First=0)[word]
         assert [shown(root) for root in roots] == [expected(t, k) for t, k in zip(traces, at)], (which, word)
-    walk_twice = roots[1]
-    press(walk_twice, 'First')
-    walk(walk_twice, forks())
+    press(roots[1], 'First')
+    walk(roots[1], forks())
+    at[1] = 0
+    assert [shown(root) for root in roots] == [expected(t, k) for t, k in zip(traces, at)]
 
 
 def test_play_turns_a_page_a_second_and_stops(page, tmp_path):
@@ -278,7 +235,7 @@ def test_escaping_alone_would_be_enough(page, tmp_path):
 def check_hostile(page, file, records):
     page.goto(file.as_uri())
     root = page.locator('.minigpt-pages')
-    for k, record in enumerate(records):
+    for record in records:
         assert root.locator('li').evaluate_all('ls => ls.map(l => l.textContent)') == [text_of(visible(s)) for s in explain(record)][:20] + (
             [f'and {len(explain(record)) - 20} more'] if len(explain(record)) > 20 else [])
         titles = root.locator('.minigpt-table b').evaluate_all('bs => bs.map(b => b.title)')
@@ -378,9 +335,7 @@ def test_the_widget_steps_in_jupyterlab(page, tmp_path):
             comes(k)
         live.get_by_role('button', name='First').click()
         comes(0)
-        if os.environ.get('SCREENSHOT'): page.screenshot(path=os.environ['SCREENSHOT'])
         press(static, 'Next')
         assert shown(static) == expected(records, 1)
-        walk_from_start = static
-        press(walk_from_start, 'First')
-        walk(walk_from_start, records)
+        press(static, 'First')
+        walk(static, records)
