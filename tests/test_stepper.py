@@ -6,7 +6,7 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minigpt.paging import BlockPool
@@ -155,7 +155,8 @@ def test_a_long_traces_page_stays_small_and_is_refused_beyond_its_bound():
     records = crowd(300)
     static = StaticStepper(records)
     frames = list(Frames(records))
-    assert [static.pages[k] for k in range(len(static.pages))] == frames
+    assert [static.pages[k] for k in range(len(static.pages))] == frames == [Frames(records)[k] for k in range(len(records))]
+    assert len(StaticStepper(records, max_steps=len(records)).pages) == len(records)
     assert len(static._repr_html_()) < 4500 * len(records) < sum(map(len, frames)) / 3
     with pytest.raises(ValueError, match='10001 steps are too many for a page of at most 10000; take a part that begins at a keyframe'):
         StaticStepper([records[0]] * 10_001)
@@ -164,6 +165,39 @@ def test_a_long_traces_page_stays_small_and_is_refused_beyond_its_bound():
     slider.value = 29_998
     forward.click()
     assert where.value == 'step 29999 of 29999' and '<div class="minigpt-title">step 29999</div>' in view.value
+
+
+def test_the_window_holds_the_last_twenty_steps_and_who_was_in_them():
+    records = crowd(200, num_blocks=32)
+    assert sum(r['num_waiting'] > 0 for r in records) > 100
+    for k, moment in enumerate(Moments(records)):
+        begin = max(0, k - 19)
+        past = {i: cells[begin:] for i, cells in timeline_cells(records[:k + 1]).items()}
+        born = set().union(*(r['forked'] for r in records[begin:k + 1]))
+        assert moment.rows == {i: [('', '')] * (k + 1 - begin) for i in born} | {i: c for i, c in past.items() if any(text for text, _ in c) or i in born}
+        assert moment.steps == list(range(begin, k + 1))
+
+
+def test_ids_are_written_out_and_escaped():
+    html = ''.join(Frames(schedule({0: [Request('<b>&\n', [1], 2)]}, 1)))
+    assert '<b>&' not in html and html.count('&lt;b&gt;&amp;\\n entered') == 1 and html.count('title="&lt;b&gt;&amp;\\n"') == 4
+
+
+def test_the_widgets_buttons():
+    box = pages_widget('abcd', ['one', 'two', 'three', 'four'])
+    (first, back, player, forward, slider, where), view = box.children[0].children, box.children[1]
+    def at(): return view.value, where.value, slider.value, player.value, first.disabled, back.disabled, forward.disabled
+    assert at() == ('a', 'one', 0, 0, True, True, False)
+    forward.click()
+    assert at() == ('b', 'two', 1, 1, False, False, False)
+    player.value = 3
+    assert at() == ('d', 'four', 3, 3, False, False, True)
+    forward.click()
+    assert at() == ('d', 'four', 3, 3, False, False, True)
+    back.click()
+    assert at() == ('c', 'three', 2, 2, False, False, False)
+    first.click(), back.click()
+    assert at() == ('a', 'one', 0, 0, True, True, False)
 
 
 def test_a_frame_is_bounded_whatever_the_pool_and_the_crowd():
@@ -223,10 +257,11 @@ def test_one_page_and_many():
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.lists(st.text(st.sampled_from('<>/!-&"\'scriptSCRIPT \n\\\ud800\u2028'), max_size=20), min_size=1, max_size=4))
+@example(['<!--<script>', '</script', '<!'])
 def test_no_text_ends_the_script_it_is_in(texts):
     data = json_in_html(texts)
     assert json.loads(data) == texts and '</' not in data and '<!' not in data and data.isascii()
     pages = Pages([f'<p>{t.replace("&", "&amp;").replace("<", "&lt;")}</p>' for t in texts], texts)
     html = pages._repr_html_()
     assert [pages[i] for i in range(len(texts))] == [f'<p>{t.replace("&", "&amp;").replace("<", "&lt;")}</p>' for t in texts]
-    assert html.isascii() and '\n\n' not in html and html.lower().count('<script') == html.lower().count('</script') == 2
+    assert html.isascii() and '\n\n' not in html and html.lower().count('</script') == 2 and '<!' not in html
