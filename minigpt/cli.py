@@ -274,7 +274,7 @@ def run_serve(args: argparse.Namespace) -> int:
 # %% ../nbs/20_cli.ipynb #6d8a274e
 def open_trace(path: str):
     "The trace in a file; raises `UsageError` if it holds no step"
-    from minigpt.scheduler import read_trace
+    from minigpt.stepper import read_trace
     with open(path, encoding='utf-8') as lines: trace = read_trace(lines)
     if not trace.records: raise UsageError(f'{path} holds no step records')
     return trace

@@ -22,7 +22,8 @@ from .kv_cache import Choice, check_prompt, kv_bytes_per_token
 from .model import GPT, GPTConfig
 from .paging import BlockPool, blocks_needed
 from .sampling import BadLogits, SamplingParams, TokenLogprobs, check_token_ids
-from .scheduler import RECORD_VERSION, Limits, QueueFull, Request, Scheduler, StepPlan, StepRecord, Trace, check_fits
+from .scheduler import RECORD_VERSION, Limits, QueueFull, Request, Scheduler, StepPlan, StepRecord, check_fits
+from .stepper import Trace
 from .tokenizer import Tokenizer
 from .weights import load_model
 

@@ -43,3 +43,13 @@ class Watched(list):
         return found
 
     def __iter__(self): raise AssertionError('read as a whole')
+
+
+def findable_blocks(records):
+    "What the prefix cache could find at the end of each step, rebuilt from the records"
+    findable, history = set(), []
+    for r in records:
+        findable = ((set() if r['reset'] else findable - set(r['evicted'])) | set(r['entered'])) - set(r['forgotten'])
+        if r['keyframe'] is not None: findable = set(r['keyframe']['findable'])
+        history.append(findable)
+    return history

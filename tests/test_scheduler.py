@@ -1,17 +1,16 @@
 """The scheduler under random traffic: what must hold in every step, and that everyone finishes"""
-import io
-import json
 import random
 
 import pytest
+from conftest import findable_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from minigpt.bench import Workload
 from minigpt.paging import BlockPool, blocks_needed
-from minigpt.scheduler import (Limits, QueueFull, Request, RequestState, Scheduler, StepPlan, StepRecord, Trace, apply_record, block_tables, check_fits, choose_victim,
-                               explain, findable_blocks, outputs_of, preempt, read_trace)
+from minigpt.scheduler import (Limits, QueueFull, Request, RequestState, Scheduler, StepPlan, StepRecord, apply_record, block_tables, check_fits, choose_victim,
+                               explain, preempt)
 
 NO_TIME_LIMIT = settings(max_examples=300, deadline=None, derandomize=True)
 
@@ -416,26 +415,6 @@ def test_phases_records_and_words():
     assert explain(waits)[-1].endswith('; 2 more wait') and explain(records[0] | dict(num_waiting=1))[-1].endswith('were left')
 
 
-def test_a_trace_is_read_back_or_the_damaged_line_named():
-    s = Scheduler(BlockPool(8), Limits(2, 24))
-    s.add(Request('0', [1] * 4, 3))
-    records = drive(s, [])[0]
-    header = dict(kind='header', version=2, settings={}, max_seq_len=24)
-    asked = dict(kind='request', version=2, id='0', step=0, arrived_s=0.5, prompt_token_ids=[1], params={})
-    assert read_trace([*(json.dumps(r) for r in (header, records[0], asked, *records[1:])), '']) == Trace(header, [asked], records)
-    whole = ''.join(json.dumps(r) + '\n' for r in records)
-    for cut in range(len(json.dumps(records[-1])) + 1):  # a process killed while it wrote its last line
-        assert read_trace(io.StringIO(whole[:len(whole) - cut])).records == records[:len(records) - (cut > 1)]
-    bad = dict(kind='step', version=2)
-    for wrong, said in (('[]', 'is no header'), ('{', 'is no JSON'), (json.dumps(records[0] | dict(version=1)), 'has version 1, this one reads 2'), (json.dumps({'step': 1}), 'is no header'),
-                        (json.dumps(records[0] | dict(kind='other')), 'is no header'), (json.dumps(bad), 'has step=None, not int'), (json.dumps(asked | dict(arrived_s=1)), 'has arrived_s=1, not float'),
-                        *((json.dumps({k: v for k, v in records[0].items() if k != name}), f'has {name}=None') for name in vars(StepRecord(0, 1, 1)) if records[1][name] is not None and name != 'version'),
-                        (json.dumps(records[0] | dict(step='1')), "has step='1', not int"), (json.dumps(records[0] | dict(finished={})), 'has finished={}, not list'),
-                        (json.dumps(records[0] | dict(scheduled=[dict(id='0')])), 'has scheduled without start'), (json.dumps(records[0] | dict(finished=['0'])), 'has finished without id'),
-                        (json.dumps(records[0] | dict(found=[])), 'has found=\\[\\], not dict')):
-        with pytest.raises(ValueError, match=f'line 2 of the trace {said}'): read_trace([json.dumps(records[0]), wrong, '{}'])
-
-
 def test_keys_are_served_in_turns():
     "Four requests of x, then two of y, and one seat: y does not wait for all of x; a newcomer has no credit for the past"
     s = Scheduler(BlockPool(8), Limits(4, 24, max_num_seqs=1))
@@ -498,10 +477,6 @@ def test_a_reset_a_failure_and_a_stale_child_are_told():
     s.add(Request('e', [3], 4, deadline=1.0))
     s.schedule(1.25)
     assert s.record.finished == [dict(id='e', reason='deadline', detail='0.25 s too late')]
-
-
-def test_what_was_said_is_in_the_records():
-    assert outputs_of([dict(drawn={'a': [3, 0.5], 'a#1': [4, 0.5]}), dict(drawn={}), dict(drawn={'a': [5, 1.0]})]) == {'a': [3, 5], 'a#1': [4]}
 
 
 def test_who_was_skipped_and_then_had_to_go_is_told_once():

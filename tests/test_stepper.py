@@ -6,11 +6,12 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
+from conftest import findable_blocks
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minigpt.paging import BlockPool
-from minigpt.scheduler import Limits, Request, Scheduler, block_tables, explain, findable_blocks
+from minigpt.scheduler import Limits, Request, Scheduler, block_tables, explain
 from minigpt.stepper import MAX_ROWS, MAX_SENTENCES, MAX_SQUARES, Frames, Moments, StaticStepper, frame, stepper
 from minigpt.viz import Pages, json_in_html, pages_widget, timeline_cells
 

@@ -1,4 +1,5 @@
 "Traces: what a recorded run says of itself, and that it can be run again"
+import io
 import json
 import os
 import random
@@ -10,15 +11,18 @@ import time
 
 import openai
 import pytest
-from conftest import GPT2, toy_model
+from conftest import GPT2, findable_blocks, toy_model
 from test_engine import workload
+from test_scheduler import drive
 
 from minigpt.cli import main
 from minigpt.engine import Engine, EngineConfig, header_line, replay
 from minigpt.kernels import prepare_for_inference
 from minigpt.kv_cache import Choice
 from minigpt.sampling import SamplingParams
-from minigpt.scheduler import Trace, block_tables, explain, findable_blocks, outputs_of, read_trace
+from minigpt.paging import BlockPool
+from minigpt.scheduler import Limits, Request, Scheduler, StepRecord, block_tables, explain
+from minigpt.stepper import Trace, outputs_of, read_trace
 from minigpt.tokenizer import ByteTokenizer
 from minigpt.viz import timeline_text
 
@@ -130,6 +134,30 @@ def test_each_step_is_explained(prepared):
     assert findable_blocks(trace.records)[6] == {0, 1, 2, 3, 4, 5}
     said = outputs_of(trace.records)
     assert {i: len(tokens) for i, tokens in said.items()} == dict(A=12, B=9, C=6, E=4) | {'B#1': 7}
+
+
+def test_a_trace_is_read_back_or_the_damaged_line_named():
+    s = Scheduler(BlockPool(8), Limits(2, 24))
+    s.add(Request('0', [1] * 4, 3))
+    records = drive(s, [])[0]
+    header = dict(kind='header', version=2, settings={}, max_seq_len=24)
+    asked = dict(kind='request', version=2, id='0', step=0, arrived_s=0.5, prompt_token_ids=[1], params={})
+    assert read_trace([*(json.dumps(r) for r in (header, records[0], asked, *records[1:])), '']) == Trace(header, [asked], records)
+    whole = ''.join(json.dumps(r) + '\n' for r in records)
+    for cut in range(len(json.dumps(records[-1])) + 1):  # a process killed while it wrote its last line
+        assert read_trace(io.StringIO(whole[:len(whole) - cut])).records == records[:len(records) - (cut > 1)]
+    bad = dict(kind='step', version=2)
+    for wrong, said in (('[]', 'is no header'), ('{', 'is no JSON'), (json.dumps(records[0] | dict(version=1)), 'has version 1, this one reads 2'), (json.dumps({'step': 1}), 'is no header'),
+                        (json.dumps(records[0] | dict(kind='other')), 'is no header'), (json.dumps(bad), 'has step=None, not int'), (json.dumps(asked | dict(arrived_s=1)), 'has arrived_s=1, not float'),
+                        *((json.dumps({k: v for k, v in records[0].items() if k != name}), f'has {name}=None') for name in vars(StepRecord(0, 1, 1)) if records[1][name] is not None and name != 'version'),
+                        (json.dumps(records[0] | dict(step='1')), "has step='1', not int"), (json.dumps(records[0] | dict(finished={})), 'has finished={}, not list'),
+                        (json.dumps(records[0] | dict(scheduled=[dict(id='0')])), 'has scheduled without start'), (json.dumps(records[0] | dict(finished=['0'])), 'has finished without id'),
+                        (json.dumps(records[0] | dict(found=[])), 'has found=\\[\\], not dict')):
+        with pytest.raises(ValueError, match=f'line 2 of the trace {said}'): read_trace([json.dumps(records[0]), wrong, '{}'])
+
+
+def test_what_was_said_is_in_the_records():
+    assert outputs_of([dict(drawn={'a': [3, 0.5], 'a#1': [4, 0.5]}), dict(drawn={}), dict(drawn={'a': [5, 1.0]})]) == {'a': [3, 5], 'a#1': [4]}
 
 
 def test_drawn_tokens_have_the_logits_that_they_won_with(prepared, monkeypatch):
