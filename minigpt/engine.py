@@ -135,17 +135,18 @@ class Answer:
         "Whether logits of the prompt are still to be reported"
         return self.choice.prompt_logprobs is not None and len(self.choice.prompt_logprobs) < self.request.num_prompt_tokens
 
-# %% ../nbs/15_engine.ipynb #4e7eaef5
+# %% ../nbs/15_engine.ipynb #ae7fa706
 def request_line(
     request: Request,
     params: SamplingParams,  # With the seed that is used
     deadline_s: float | None,  # From its arrival
     step: int,  # That it is in time for
     arrived_s: float,  # Since the engine's start
+    num_finished: int,  # Requests that had left between the last step and its arrival
 ) -> dict:
     "A request as a trace keeps it: all that is needed to ask again"
     r = request
-    return dict(kind='request', version=RECORD_VERSION, id=r.id, step=step, arrived_s=arrived_s, prompt_token_ids=list(r.token_ids),
+    return dict(kind='request', version=RECORD_VERSION, id=r.id, step=step, arrived_s=arrived_s, num_finished=num_finished, prompt_token_ids=list(r.token_ids),
                 params=asdict(params) | dict(logit_bias=dict(params.logit_bias)),  # JSON has no pairs
                 priority=r.priority, key=r.key, cache_salt=r.salt, deadline_s=deadline_s)
 
@@ -215,7 +216,8 @@ class Engine:
         self.scheduler.add(request)
         self.answers[request_id] = Answer(request_id, request, choice)
         if self.on_record:
-            self.on_record(request_line(request, replace(params, seed=choice.seed), deadline_s, self.scheduler.num_steps, self.now_s))
+            when = self.scheduler.num_steps, self.now_s, len(self.scheduler.record.finished)
+            self.on_record(request_line(request, replace(params, seed=choice.seed), deadline_s, *when))
         return choice.seed
 
     def check(self, prompt_token_ids: list[int]):
@@ -407,7 +409,7 @@ def completion(index: int, parts: list[StepOutput]) -> CompletionOutput:
     text, token_ids = ''.join(p.text for p in parts), [t for p in parts for t in p.token_ids]
     return CompletionOutput(index, text, token_ids, logprobs, last.finish_reason, last.stop_reason, last.error)
 
-# %% ../nbs/15_engine.ipynb #88f17c3f
+# %% ../nbs/15_engine.ipynb #2c08bafe
 @dataclass(frozen=True)
 class Replay:
     "What came of running a trace again"
@@ -431,9 +433,11 @@ def replay(
     engine.clock = lambda: engine.scheduler.num_steps  # who was late for a step then is late for it now
     was, now = drawn_by(steps), {}
     while (n := engine.scheduler.num_steps) < len(steps) or changes and engine.has_work:
-        for q in [q for q in trace.requests if q['step'] == n]: ask_again(engine, q, None if changes else late_for(ends, q['id']))
+        gone = [i for i, (step, reason) in ends.items() if reason == 'abort' and step == n and not changes]
+        for q in [q for q in trace.requests if q['step'] == n]:
+            while gone and len(engine.scheduler.record.finished) < q['num_finished']: engine.abort(*choice_of(gone.pop(0)))
+            ask_again(engine, q, None if changes else late_for(ends, q['id']))
         if changes: gone = [i for i in cut_short(ends) if len(now.get(i, ())) >= len(was.get(i, ()))]
-        else: gone = [i for i, (step, reason) in ends.items() if reason == 'abort' and step == n]
         for i in gone: engine.abort(*choice_of(i))
         if not changes and steps[n]['reset']: engine.reset_prefix_cache()
         engine.step()

@@ -33,7 +33,7 @@ class Trace:
 
 SHAPES = dict(  # what a line must hold, by kind, and an example of the type
     header=dict(settings={}, max_seq_len=0),
-    request=dict(id='', step=0, arrived_s=0.0, prompt_token_ids=[], params={}),
+    request=dict(id='', step=0, arrived_s=0.0, num_finished=0, prompt_token_ids=[], params={}),
     step={name: example for name, example in vars(StepRecord(0, 1, 1)).items() if example is not None})
 
 def read_trace(

@@ -3,6 +3,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from minigpt.kv_cache import Choice
 from minigpt.sampling import SamplingParams
 from minigpt.paging import BlockPool
 from minigpt.scheduler import Limits, Request, Scheduler, StepRecord, block_tables, explain
-from minigpt.stepper import Trace, outputs_of, read_trace
+from minigpt.stepper import StaticStepper, Trace, outputs_of, read_trace, to_perfetto
 from minigpt.tokenizer import ByteTokenizer
 from minigpt.viz import timeline_text
 
@@ -141,7 +142,7 @@ def test_a_trace_is_read_back_or_the_damaged_line_named():
     s.add(Request('0', [1] * 4, 3))
     records = drive(s, [])[0]
     header = dict(kind='header', version=2, settings={}, max_seq_len=24)
-    asked = dict(kind='request', version=2, id='0', step=0, arrived_s=0.5, prompt_token_ids=[1], params={})
+    asked = dict(kind='request', version=2, id='0', step=0, arrived_s=0.5, num_finished=0, prompt_token_ids=[1], params={})
     assert read_trace([*(json.dumps(r) for r in (header, records[0], asked, *records[1:])), '']) == Trace(header, [asked], records)
     whole = ''.join(json.dumps(r) + '\n' for r in records)
     for cut in range(len(json.dumps(records[-1])) + 1):  # a process killed while it wrote its last line
@@ -222,13 +223,17 @@ def test_random_runs_replay(prepared):
                                                                    max_waiting_requests=9, max_records=0), lines.append)
         lines.append(header_line(engine, 'toy'))
         queue, alive = list(enumerate(workload(14, seed=seed))), []
+        def leave():
+            if alive and rng.random() < 0.15: engine.abort(rng.choice(alive), rng.choice((None, 0, 1)))
         while queue or engine.has_work:
+            leave()
             while queue and rng.random() < 0.4:
+                leave()
                 i, (prompt, params) = queue.pop()
                 try: engine.add(str(i), prompt, params, priority=rng.choice((0, 0, 1)), key=rng.choice('xy'), cache_salt=rng.choice((None, None, 's')), deadline_s=rng.choice((None, None, None, 1e-9)))
                 except RuntimeError: continue
                 alive.append(str(i))
-            if alive and rng.random() < 0.15: engine.abort(rng.choice(alive), rng.choice((None, 0, 1)))
+            leave()
             if rng.random() < 0.1: engine.reset_prefix_cache()
             engine.step()
         trace = read_trace(written(lines))
@@ -295,6 +300,24 @@ def test_a_servers_trace_reproduces_every_token(run, tmp_path, capsys):
     assert lines[0].split(' requests')[0] == str(len(trace.requests)) and len(trace.requests) == 9 + 4 + 1
     assert main(['trace', str(path)]) == 0
     assert capsys.readouterr().out.startswith(timeline_text(trace.records))
+
+
+def test_trace_as_a_page_for_perfetto_and_under_another_policy(prepared, tmp_path, capsys):
+    path, lines = tmp_path/'trace.jsonl', recorded(prepared['llama'])
+    path.write_text(''.join(written(lines)), encoding='utf-8')
+    records = read_trace(written(lines)).records
+    assert main(['trace', str(path), '--html']) == 0
+    assert capsys.readouterr().out == StaticStepper(records).html_page('The steps of trace.jsonl')
+    assert main(['trace', str(path), '--perfetto']) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(to_perfetto(records)))
+    assert main(['trace', str(path), '--perfetto', '--html']) == 2
+    capsys.readouterr()
+    assert main(['simulate', str(path), '--num-blocks', '40', '--max-num-seqs', '3']) == 0
+    out = capsys.readouterr().out
+    recorded_part, simulated_part = out.split('\n\nsimulated\n')
+    assert recorded_part == 'recorded\n' + timeline_text(records) and re.search('preemptions +1 +0\n', simulated_part)
+    assert main(['simulate', str(path), '--max-records', '3']) == 2
+    assert '--max-records changes nothing that a scheduler decides' in capsys.readouterr().err
 
 
 def test_replay_on_other_weights_warns_and_says_what_differs(run, tmp_path, capsys):
