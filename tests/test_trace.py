@@ -215,6 +215,11 @@ def test_replay_refuses_what_it_cannot_run(prepared):
     assert (result.differences, result.first_step, result.num_steps) == ([], None, 7)
 
 
+def leave(engine, alive, rng):
+    "Now and then somebody gives up, or gives one of several answers up"
+    if alive and rng.random() < 0.15: engine.abort(rng.choice(alive), rng.choice((None, 0, 1)))
+
+
 def test_random_runs_replay(prepared):
     "With everything that the engine offers, and aborts at random"
     for seed in range(6):
@@ -223,17 +228,15 @@ def test_random_runs_replay(prepared):
                                                                    max_waiting_requests=9, max_records=0), lines.append)
         lines.append(header_line(engine, 'toy'))
         queue, alive = list(enumerate(workload(14, seed=seed))), []
-        def leave():
-            if alive and rng.random() < 0.15: engine.abort(rng.choice(alive), rng.choice((None, 0, 1)))
         while queue or engine.has_work:
-            leave()
+            leave(engine, alive, rng)
             while queue and rng.random() < 0.4:
-                leave()
+                leave(engine, alive, rng)
                 i, (prompt, params) = queue.pop()
                 try: engine.add(str(i), prompt, params, priority=rng.choice((0, 0, 1)), key=rng.choice('xy'), cache_salt=rng.choice((None, None, 's')), deadline_s=rng.choice((None, None, None, 1e-9)))
                 except RuntimeError: continue
                 alive.append(str(i))
-            leave()
+            leave(engine, alive, rng)
             if rng.random() < 0.1: engine.reset_prefix_cache()
             engine.step()
         trace = read_trace(written(lines))
