@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['ROW_BUCKETS', 'STEADY', 'KERNEL_LOCK', 'KernelChoice', 'kernel_choice', 'buckets_for_width', 'bucket_for',
            'in_buckets', 'PackedLinear', 'TiledLinear', 'same_bits', 'with_threads', 'agreeing_buckets', 'probe_file',
-           'machine_key', 'read_probes', 'keep_verdicts', 'is_verdict', 'is_usable', 'shape_name', 'pack_linear',
-           'steady_silu', 'steady_swiglu', 'steady_gelu_tanh', 'paged_attend_torch', 'attend_one', 'attend_rows',
-           'compiled', 'set_threads', 'PagedKVCache', 'prepare_for_inference', 'linear_kinds', 'OneSequence']
+           'machine_key', 'read_probes', 'keep_verdicts', 'is_verdict', 'is_usable', 'verdict_text', 'shape_name',
+           'pack_linear', 'steady_silu', 'steady_swiglu', 'steady_gelu_tanh', 'paged_attend_torch', 'attend_one',
+           'attend_rows', 'compiled', 'set_threads', 'PagedKVCache', 'prepare_for_inference', 'linear_kinds',
+           'OneSequence']
 
 # %% ../nbs/14_kernels.ipynb #5bb68348
 import json
@@ -153,19 +154,21 @@ def agreeing_buckets(
         else: groups.append((done, [size]))
     return tuple(max((group for _, group in groups), key=len, default=()))
 
-# %% ../nbs/14_kernels.ipynb #5f30dc87
+# %% ../nbs/14_kernels.ipynb #5b7f5612
 def probe_file() -> Path:
     "Where verdicts are kept: `probe.json` in `$MINIGPT_CACHE`, else in the folder `minigpt` of the user's cache folder"
     own, system = os.environ.get('MINIGPT_CACHE'), os.environ.get('LOCALAPPDATA' if sys.platform == 'win32' else 'XDG_CACHE_HOME')
     return Path(own or Path(system or Path.home() / '.cache') / 'minigpt') / 'probe.json'
 
-def machine_key() -> str:
+def machine_key(
+    num_threads: int | None = None,  # Default: as many as torch has now
+) -> str:
     "All that a verdict depends on beside the linear: the way of probing, processor, libraries, their settings, threads"
     onednn = re.search(r'(?:MKL-DNN|oneDNN) (v[^\n]*)', torch.__config__.show())
     names = sorted(n for n in os.environ if re.fullmatch(r'(ONEDNN|DNNL)_(MAX_CPU_ISA|CPU_ISA_HINTS|DEFAULT_FPMATH_MODE)', n))
     facts = ('probe 1', cpu_model(), platform.machine(), torch.backends.cpu.get_cpu_capability(), f'torch {torch.__version__}',
              f'oneDNN {onednn and onednn[1]}', torch.get_float32_matmul_precision(), *(f'{n}={os.environ[n]}' for n in names))
-    return ', '.join(map(str, (*facts, f'{torch.get_num_threads()} threads')))
+    return ', '.join(map(str, (*facts, f'{num_threads or torch.get_num_threads()} threads')))
 
 def read_probes() -> dict:
     "All of the file, for each machine key what was found; empty if there is no such file"
@@ -189,7 +192,7 @@ def keep_verdicts(
         finally: aside.unlink(missing_ok=True)
     except (OSError, RuntimeError): pass  # read-only, full, or nobody's home: the next load probes again
 
-# %% ../nbs/14_kernels.ipynb #f64846ed
+# %% ../nbs/14_kernels.ipynb #bf9ffffc
 def is_verdict(
     found,  # Whatever was read from the file
     tried: tuple[int, ...],  # The buckets that it must be about
@@ -202,6 +205,16 @@ def is_verdict(
 def is_usable(agree: list[int]) -> bool:
     "Whether so many buckets are enough for a `PackedLinear`"
     return bool(agree) and agree[0] <= 8
+
+def verdict_text(
+    found,  # Whatever was read from the file
+) -> str:
+    "A verdict in a few words"
+    tried = found.get('tried') if isinstance(found, dict) else None
+    if not isinstance(tried, list) or not is_verdict(found, tuple(tried)): return 'unreadable, will be probed again'
+    left_out = [str(b) for b in tried if b not in found['agree']]
+    if not is_usable(found['agree']): return f"tiled: only {len(tried) - len(left_out)} of {len(tried)} batch sizes agree"
+    return 'packed' + (f", padded where {', '.join(left_out)} would be the batch size" if left_out else '')
 
 def shape_name(linear) -> str: return f"{linear.in_features} → {linear.out_features}{'' if linear.bias is None else ' + bias'}"
 
