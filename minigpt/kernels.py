@@ -145,7 +145,7 @@ def agreeing_buckets(
     rows = torch.randn(16, linear.in_features, generator=random)[which]
     groups = []  # (results of the longest bucket, all buckets that agree with it)
     for size in reversed(buckets):
-        def run(size=size): return torch.cat([linear.multiply(part) for part in rows[:size * -(-16 // size)].split(size)])  # 16 rows or more
+        def run(size=size): return torch.cat([linear.multiply(part) for part in rows[:size * -(-24 // size)].split(size)])  # some rows twice
         done = run()
         if not same_bits(done, done[:16][which[:len(done)]]): continue
         if torch.get_num_threads() > 1 and not same_bits(done, with_threads(1, run)): continue

@@ -62,7 +62,7 @@ def disturb(rng, engine, gone, counts, rates):
         victim = rng.choice(live).request_id
         for a in live:  # one answer stands for all choices until they fork
             if a.request_id == victim: gone |= {(int(victim), a.choice.index + i) for i in range(a.request.num_choices)}
-        assert engine.abort(victim)
+        assert engine.abort(victim) and not engine.abort(victim)
         counts['aborts'] += 1
     several = [a for a in engine.answers.values() if a.choice.params.n > 1 and a.request.num_choices == 1]  # their choices have forked
     if several and rng.random() < 4 * rates['abort']:

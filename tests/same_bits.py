@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from minigpt.engine import Engine, EngineConfig
+from minigpt.engine import Engine
 from minigpt.kernels import OneSequence
 from minigpt.kv_cache import Choice, generate
 from minigpt.sampling import SamplingParams
