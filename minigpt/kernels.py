@@ -154,7 +154,7 @@ def agreeing_buckets(
         else: groups.append((done, [size]))
     return tuple(max((group for _, group in groups), key=len, default=()))
 
-# %% ../nbs/14_kernels.ipynb #5b7f5612
+# %% ../nbs/14_kernels.ipynb #a6e7d891
 def probe_file() -> Path:
     "Where verdicts are kept: `probe.json` in `$MINIGPT_CACHE`, else in the folder `minigpt` of the user's cache folder"
     own, system = os.environ.get('MINIGPT_CACHE'), os.environ.get('LOCALAPPDATA' if sys.platform == 'win32' else 'XDG_CACHE_HOME')
@@ -174,7 +174,7 @@ def read_probes() -> dict:
     "All of the file, for each machine key what was found; empty if there is no such file"
     try: found = json.loads(probe_file().read_text(encoding='utf-8'))
     except (OSError, ValueError, RuntimeError): return {}  # missing; no JSON; nested without end, or nobody's home
-    return {key: dict(value) for key, value in found.items() if isinstance(value, dict)} if isinstance(found, dict) else {}
+    return {key: value for key, value in found.items() if isinstance(value, dict)} if isinstance(found, dict) else {}
 
 def keep_verdicts(
     key: str,  # Of the machine

@@ -24,7 +24,7 @@ def workload(n, seed=0, max_prompt=50):
         params |= dict(temperature=0) if i % 2 else dict(temperature=rng.choice((0.5, 1.0, 1.5)), top_p=rng.choice((1.0, 0.9)), top_k=rng.choice((0, 20)), min_p=rng.choice((0.0, 0.01)))
         if i % 5 == 0: params['stop'] = rng.choice(('e', 'th', '\x00'))
         if i % 3 == 0: params |= dict(presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.2, logit_bias={7: -100, 9: 2.5})
-        if i % 6 == 1: params |= dict(n=rng.choice((2, 3)))
+        if i % 6 in (1, 4): params |= dict(n=rng.choice((2, 3)))  # greedy ones, which say the same, and drawn ones, which don't
         if i % 8 == 2: params |= dict(prompt_logprobs=1)
         if i % 7 == 0: params |= dict(stop_token_ids=list(range(0, 256, 9)), min_tokens=min(3, params['max_tokens']))
         requests.append((prompt, SamplingParams(**params)))

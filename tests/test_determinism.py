@@ -347,13 +347,14 @@ def test_a_second_load_probes_nothing(probes, monkeypatch):
     assert [p.name for p in kernels.probe_file().parent.iterdir()] == ['probe.json']
 
 
-@pytest.mark.parametrize('damage', [b'', b'{', b'null', b'[1, 2]', b'\xff\xfe\x00', b'[' * 100_000, b'{"a": [1], "b": 2}', 'lies', 'other buckets', 'folder'])
+@pytest.mark.parametrize('damage', [b'', b'{', b'null', b'[1, 2]', b'\xff\xfe\x00', b'[' * 100_000, b'{"a": [1], "b": 2}', 'lies', 'other buckets', 'machine', 'folder'])
 def test_a_damaged_file_is_not_believed(probes, damage):
     path = kernels.probe_file()
     path.parent.mkdir()
     tried = list(kernels.ROW_BUCKETS)
     entries = {'lies': dict(tried=tried, agree=[3, 5]), 'other buckets': dict(tried=[1, 2, 4], agree=[1, 2, 4])}
     if damage == 'folder': path.mkdir()
+    elif damage == 'machine': path.write_text(json.dumps({kernels.machine_key(): [1, 2]}), encoding='utf-8')
     elif damage in entries: kernels.keep_verdicts(kernels.machine_key(), {f'{i} → {o}': entries[damage] for i, o in SHAPES})
     else: path.write_bytes(damage)
     prepare_for_inference(plain_model('llama'))
