@@ -127,7 +127,7 @@ def preemption(model, grid):
                     force_out(engine, engine.scheduler.running[steps['all'] // every % engine.num_running])
             said, rows, engine = together(model, requests, EngineConfig(block_size=4, enable_prefix_caching=enable), before_step=before_step)
             events = num_events(engine)
-            assert events['preempted'] > 2 and (events['found'] > 2) == enable
+            assert events['preempted'] > 0 and (events['found'] > 0) == enable
             yield (every, enable), (said, rows), wanted
 
 
