@@ -452,12 +452,12 @@ def numba_report() -> dict:
 
 # %% ../nbs/18_bench.ipynb #069c592c
 def kernels_report(threads: int) -> dict:
-    "Which kernels of the kernels room are in use here and why, and what its probe has found out about the linears of models that were loaded"
+    "Which kernels are in use and why, whether tiles of 8 rows agree, and what the probe found about the models that were loaded"
     try:
-        from minigpt.kernels import kernel_choice, machine_key, probe_file, read_probes, verdict_text
-        choice = kernel_choice()
-        report = dict(linears=choice.linears, attention=choice.attention, reason=choice.reason)
-        if choice.linears == 'torch': return report | dict(probed='nothing: torch needs no probe')
+        from minigpt.kernels import TiledLinear, agreeing_buckets, kernel_choice, machine_key, probe_file, read_probes, verdict_text
+        choice, agree = kernel_choice(), agreeing_buckets(TiledLinear(nn.Linear(576, 1536)), (8,))
+        report = dict(linears=choice.linears, attention=choice.attention, reason=choice.reason, tiles_agree=agree == (8,))
+        if choice.linears == 'torch': return report | dict(probed='nothing: only oneDNN is probed')
         found = {shape: verdict_text(v) for shape, v in read_probes().get(machine_key(threads), {}).items()}
         return report | dict(probe_file=str(probe_file()), probed=found or f'nothing yet with {threads} threads; loading a model does it')
     except Exception as error: return dict(available=False, reason=f'{type(error).__name__}: {error}')

@@ -145,7 +145,8 @@ def agreeing_buckets(
     rows = torch.randn(16, linear.in_features, generator=random)[which]
     groups = []  # (results of the longest bucket, all buckets that agree with it)
     for size in reversed(buckets):
-        def run(size=size): return torch.cat([linear.multiply(part) for part in rows[:size * -(-24 // size)].split(size)])  # some rows twice
+        some_twice = rows[:size * -(-24 // size)]
+        def run(size=size, rows=some_twice): return torch.cat([linear.multiply(part) for part in rows.split(size)])
         done = run()
         if not same_bits(done, done[:16][which[:len(done)]]): continue
         if torch.get_num_threads() > 1 and not same_bits(done, with_threads(1, run)): continue
@@ -315,8 +316,9 @@ def set_threads(threads: int | None):
     "Give PyTorch and numba so many threads; None leaves them as they are. numba's number holds for the calling thread"
     if threads is None: return
     if threads < 1: raise ValueError(f"threads={threads} must be at least 1")
+    choice = kernel_choice()
     torch.set_num_threads(threads)
-    if njit:
+    if choice.attention == 'numba':
         import numba
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
 
