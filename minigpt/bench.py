@@ -8,7 +8,7 @@ __all__ = ['interleave', 'tail_share', 'bootstrap_ratio', 'verdict', 'Policy', '
            'PolicyChanged', 'json_text', 'write_json', 'json_lines', 'source_commit', 'load_average', 'machine_record',
            'record', 'open_record', 'compare', 'Workload', 'load_workload', 'torch_threads', 'best_seconds',
            'measure_bandwidth', 'measure_gemm', 'measure_roofs', 'linear_weights', 'predict', 'preset_config',
-           'numba_report', 'packed_report', 'available_memory_gb', 'doctor', 'doctor_text', 'time_linears',
+           'numba_report', 'kernels_report', 'available_memory_gb', 'doctor', 'doctor_text', 'time_linears',
            'python_command', 'repeat', 'bench_roofs', 'train_nano', 'bench_nano', 'time_prefix', 'bench_prefix',
            'eight_running', 'time_recording', 'bench_recording', 'bench_linears', 'bench_compare', 'benches']
 
@@ -451,11 +451,15 @@ def numba_report() -> dict:
         return dict(available=False, reason=f'{type(error).__name__}: {error}')
 
 # %% ../nbs/18_bench.ipynb #069c592c
-def packed_report() -> dict:
-    "Whether oneDNN's packed linears are here, and what the probe of the kernels room says of one: are its rows the same bits in any batch?"
+def kernels_report(threads: int) -> dict:
+    "Which kernels are in use and why, whether tiles of 8 rows agree, and what the probe found about the models that were loaded"
     try:
-        from minigpt.kernels import PackedLinear, row_invariant
-        return dict(available=True, row_invariant=row_invariant(PackedLinear(nn.Linear(576, 1536))))
+        from minigpt.kernels import TiledLinear, agreeing_buckets, kernel_choice, machine_key, probe_file, read_probes, verdict_text
+        choice, agree = kernel_choice(), agreeing_buckets(TiledLinear(nn.Linear(576, 1536)), (8,))
+        report = dict(linears=choice.linears, attention=choice.attention, reason=choice.reason, tiles_agree=agree == (8,))
+        if choice.linears == 'torch': return report | dict(probed='nothing: only oneDNN is probed')
+        found = {shape: verdict_text(v) for shape, v in read_probes().get(machine_key(threads), {}).items()}
+        return report | dict(probe_file=str(probe_file()), probed=found or f'nothing yet with {threads} threads; loading a model does it')
     except Exception as error: return dict(available=False, reason=f'{type(error).__name__}: {error}')
 
 def available_memory_gb() -> float | None:
@@ -473,7 +477,7 @@ def doctor(
     threads = threads or torch.get_num_threads()
     report = dict(minigpt=version('minigpt-stack'), machine=machine_identity(), cpu_capability=torch.backends.cpu.get_cpu_capability(),
                   threads=threads, load_average=load_average(), available_memory_gb=available_memory_gb(),
-                  numba=numba_report(), packed_linears=packed_report())
+                  numba=numba_report(), kernels=kernels_report(threads))
     if measure:
         roofs = report['roofs'] = measure_roofs(threads)
         report['predicted_fp32'] = {name: predict(preset_config(name), 4, roofs['bandwidth_gb_s'], roofs['gemm_gflop_s'])

@@ -1,7 +1,10 @@
 """The toy model that the tests share, and the environment that they all run in"""
 import os
+import tempfile
 
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
+CACHE = tempfile.TemporaryDirectory(prefix='minigpt-tests-')  # the user's own is not for tests; lives as long as this module
+os.environ['MINIGPT_CACHE'] = CACHE.name
 
 import copy
 
