@@ -177,6 +177,7 @@ def test_the_window_holds_the_last_twenty_steps_and_who_was_in_them():
         born = set().union(*(r['forked'] for r in records[begin:k + 1]))
         assert moment.rows == {i: [('', '')] * (k + 1 - begin) for i in born} | {i: c for i, c in past.items() if any(text for text, _ in c) or i in born}
         assert moment.steps == list(range(begin, k + 1))
+        if k % 7 == 0: assert Moments(records)[k].rows == moment.rows
 
 
 def test_ids_are_written_out_and_escaped():
