@@ -227,6 +227,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'minigpt.engine.engine_config': ('engine.html#engine_config', 'minigpt/engine.py'),
                                 'minigpt.engine.flatten': ('engine.html#flatten', 'minigpt/engine.py'),
                                 'minigpt.engine.gathered': ('engine.html#gathered', 'minigpt/engine.py'),
+                                'minigpt.engine.give_up': ('engine.html#give_up', 'minigpt/engine.py'),
                                 'minigpt.engine.header_line': ('engine.html#header_line', 'minigpt/engine.py'),
                                 'minigpt.engine.late_for': ('engine.html#late_for', 'minigpt/engine.py'),
                                 'minigpt.engine.pool_size': ('engine.html#pool_size', 'minigpt/engine.py'),

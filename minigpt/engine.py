@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['EngineConfig', 'engine_config', 'scheduler_limits', 'pool_size', 'flatten', 'StepOutput', 'Answer', 'request_line',
            'header_line', 'Engine', 'CompletionOutput', 'RequestOutput', 'LLM', 'gathered', 'completion', 'Replay',
-           'replay', 'check_whole', 'endings', 'cut_short', 'late_for', 'choice_of', 'ask_again', 'decided', 'drawn_by',
-           'differences']
+           'replay', 'check_whole', 'endings', 'cut_short', 'late_for', 'choice_of', 'give_up', 'ask_again', 'decided',
+           'drawn_by', 'differences']
 
 # %% ../nbs/15_engine.ipynb #f89fbb3c
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
 
@@ -115,6 +115,7 @@ class Answer:
     request: Request
     choice: Choice
     num_shown: int = 0  # Characters of `choice.text` that were handed out
+    unwanted: set[int] = field(default_factory=set)  # Choices that were aborted before there were any
 
     def output(self, token_ids: list[int], **ending) -> StepOutput:
         "What is new since the last call, beside these tokens"
@@ -128,7 +129,7 @@ class Answer:
     def endings(self, **ending) -> list[StepOutput]:
         "The last output of each choice that this answer stands for"
         last = self.output([], **ending)
-        return [last, *(replace(last, index=i) for i in range(1, self.request.num_choices))]
+        return [replace(last, index=self.choice.index + i) for i in range(self.request.num_choices) if i not in self.unwanted]
 
     @property
     def wants_prompt_rows(self) -> bool:
@@ -229,7 +230,13 @@ class Engine:
         index: int | None = None,  # Of one choice; default all of them
     ) -> bool:  # Whether there was something to abort
         "Forget a request in whatever state; its blocks are free at once"
-        gone = [a for a in self.answers.values() if a.request_id == request_id and index in (None, a.choice.index)]
+        found = [a for a in self.answers.values() if a.request_id == request_id]
+        if index is not None and len(found) == 1 and (n := found[0].request.num_choices) > 1:  # not forked yet: it will be let go then
+            if not 0 <= index < n or index in found[0].unwanted: return False
+            found[0].unwanted.add(index)
+            if len(found[0].unwanted) == n: self.leave(found[0], 'abort')
+            return True
+        gone = [a for a in found if index in (None, a.choice.index)]
         for answer in gone: self.leave(answer, 'abort')
         return bool(gone)
 
@@ -288,7 +295,9 @@ class Engine:
         requests = self.scheduler.fork(answer.request)
         choices = [answer.choice] + [answer.choice.fork(i) for i in range(1, len(requests))]
         for request, choice in zip(requests[1:], choices[1:]): self.answers[request.id] = Answer(answer.request_id, request, choice)
-        return [self.answers[r.id] for r in requests]
+        answers, unwanted, answer.unwanted = [self.answers[r.id] for r in requests], answer.unwanted, set()
+        for i in unwanted: self.leave(answers[i], 'abort')
+        return [a for i, a in enumerate(answers) if i not in unwanted]
 
     def accept(self, answer: Answer, row) -> list[StepOutput]:
         "Draw the next token of one answer"
@@ -431,14 +440,14 @@ def replay(
     room = dict(max_waiting_requests=2**31, max_waiting_tokens=None, max_records=0)  # who was taken then is taken now
     engine = Engine(model, tokenizer, engine_config(**trace.header['settings'] | room | changes), again.append)
     engine.clock = lambda: engine.scheduler.num_steps  # who was late for a step then is late for it now
-    was, now = drawn_by(steps), {}
+    was, now, forked = drawn_by(steps), {}, {parent for r in steps for parent in r['forked'].values()}
     while (n := engine.scheduler.num_steps) < len(steps) or changes and engine.has_work:
         gone = [i for i, (step, reason) in ends.items() if reason == 'abort' and step == n and not changes]
         for q in [q for q in trace.requests if q['step'] == n]:
-            while gone and len(engine.scheduler.record.finished) < q['num_finished']: engine.abort(*choice_of(gone.pop(0)))
+            while gone and len(engine.scheduler.record.finished) < q['num_finished']: give_up(engine, gone.pop(0), forked)
             ask_again(engine, q, None if changes else late_for(ends, q['id']))
         if changes: gone = [i for i in cut_short(ends) if len(now.get(i, ())) >= len(was.get(i, ()))]
-        for i in gone: engine.abort(*choice_of(i))
+        for i in gone: give_up(engine, i, forked)
         if not changes and steps[n]['reset']: engine.reset_prefix_cache()
         engine.step()
         for i, drawn in again[-1]['drawn'].items(): now.setdefault(i, []).append(drawn)
@@ -472,6 +481,11 @@ def choice_of(answer_id: str) -> tuple[str, int]:
     "The request and the choice's index that the scheduler's id stands for"
     request_id, _, index = answer_id.partition('#')
     return request_id, int(index or 0)
+
+def give_up(engine: Engine, answer_id: str, forked: set[str]):
+    "Abort one answer; or, if it never had others beside it, its request"
+    request_id, index = choice_of(answer_id)
+    engine.abort(request_id, index if request_id in forked else None)
 
 def ask_again(engine: Engine, line: dict, late_step: int | None):
     "Add a recorded request to an engine whose clock counts steps"

@@ -146,7 +146,7 @@ class Limits:
     max_num_batched_tokens: int = 512  # Token budget of a step
     max_num_kv_reads: int | None = None  # A second budget: tokens that attention looks at in a step
     max_chunk_tokens: int | None = None  # Longest piece of a prompt in a step, unless it is alone
-    enable_chunked_prefill: bool = True  # A prompt may be cut by the budget; else the budget must hold a whole context
+    enable_chunked_prefill: bool = True  # A prompt may be cut; else the budget must hold a whole context, and be the only bound
     enable_prefix_caching: bool = True
     full_reservation: bool = False  # A request enters only when its longest answer fits beside those of all others
     watermark_blocks: int = 0  # Left free at admission, so that those who run can grow; not when nobody runs
@@ -163,6 +163,9 @@ class Limits:
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_seq_len:
             budget = self.max_num_batched_tokens
             raise ValueError(f"without chunked prefill max_num_batched_tokens={budget} must be at least the context of {self.max_seq_len}")
+        for name in ('max_num_kv_reads', 'max_chunk_tokens'):
+            if not self.enable_chunked_prefill and getattr(self, name):
+                raise ValueError(f"{name}={getattr(self, name)} cuts prompts, which can't be without chunked prefill")
 
 # %% ../nbs/12_scheduler.ipynb #639271a8
 class QueueFull(RuntimeError): "As many wait as may; try again later"

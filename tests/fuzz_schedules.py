@@ -64,11 +64,12 @@ def disturb(rng, engine, gone, counts, rates):
             if a.request_id == victim: gone |= {(int(victim), a.choice.index + i) for i in range(a.request.num_choices)}
         assert engine.abort(victim) and not engine.abort(victim)
         counts['aborts'] += 1
-    several = [a for a in engine.answers.values() if a.choice.params.n > 1 and a.request.num_choices == 1]  # their choices have forked
+    several = [a for a in engine.answers.values() if a.choice.params.n > 1]
     if several and rng.random() < 4 * rates['abort']:
         victim = rng.choice(several)
-        gone.add((int(victim.request_id), victim.choice.index))
-        assert engine.abort(victim.request_id, victim.choice.index)
+        index = victim.choice.index if victim.request.num_choices == 1 else rng.randrange(victim.request.num_choices)  # forked, or not yet
+        gone.add((int(victim.request_id), index))
+        assert engine.abort(victim.request_id, index) or index in victim.unwanted
         counts['aborts of one choice'] += 1
     running = engine.scheduler.running
     if running and counts['forced'] < 12 and rng.random() < rates['force']:

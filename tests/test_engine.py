@@ -88,6 +88,27 @@ def test_one_choice_leaves_and_the_others_go_on(prepared):
     for i in (0, 2): assert said[i] == generate(model, list(b'the cu'), params, OneSequence(model.config), TOKENIZER, index=i).token_ids
 
 
+def test_a_choice_may_be_given_up_before_there_are_any(prepared):
+    model, params = prepared['llama'], SamplingParams(n=3, max_tokens=5, seed=4)
+    for gone in ((1,), (0, 2), (0,)):
+        engine, said = Engine(model, TOKENIZER, EngineConfig(block_size=4, num_blocks=16, max_num_batched_tokens=4)), {}
+        engine.add('A', list(b'the cu'), params)
+        engine.step()  # half of the prompt
+        assert [engine.abort('A', i) for i in gone] == [True] * len(gone) and not engine.abort('A', gone[0]) and not engine.abort('A', 3)
+        while engine.has_work:
+            for o in engine.step(): said.setdefault(o.index, []).extend(o.token_ids)
+        assert said == {i: generate(model, list(b'the cu'), params, OneSequence(model.config), TOKENIZER, index=i).token_ids for i in range(3) if i not in gone}
+        assert engine.num_free_blocks == 16 and sum(f['reason'] == 'abort' for r in engine.records for f in r['finished']) == len(gone)
+    engine.add('A', list(b'the cu'), params)
+    assert all(engine.abort('A', i) for i in range(3)) and not engine.answers and not engine.abort('A')
+    now = [0.0]
+    engine = Engine(model, TOKENIZER, clock=lambda: now[0])
+    engine.add('A', list(b'the cu'), params, deadline_s=1)
+    engine.abort('A', 0)
+    now[0] = 2
+    assert [(o.index, o.finish_reason) for o in engine.step()] == [(1, 'deadline'), (2, 'deadline')]
+
+
 def test_salts_keep_prefixes_apart_and_a_reset_forgets_them(prepared):
     engine, prompt = Engine(prepared['llama'], TOKENIZER, EngineConfig(block_size=4)), list(b'the cup fell')
     def num_cached(**options):
