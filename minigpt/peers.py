@@ -112,7 +112,7 @@ def changed(
     last = {i: rest for i, *rest in answers}
     return [i for i in sorted(last) if last[i][0] != first[i][0]], [i for i in sorted(last) if last[i] != first[i]]
 
-# %% ../nbs/19_peers.ipynb #e9cd1e39
+# %% ../nbs/19_peers.ipynb #0f3e7bd9
 def ask_transformers(job: dict) -> dict:
     "`generate` on a batch that is padded on the left, with its mask"
     import torch
@@ -131,9 +131,9 @@ def ask_transformers(job: dict) -> dict:
             tokens = out.sequences[row, longest:longest + n].tolist()
             answers.append([i, tokens, [out.logits[t][row, token].item() for t, token in enumerate(tokens)]])
     asked = 'generate, left padding and attention mask; no seeds per request, so all greedy; prefill_chunk_size as the budget'
-    return dict(version=transformers.__version__, precision=job['dtype'], asked=asked, answers=answers)
+    return dict(version=transformers.__version__, precision=dict(float32='fp32', bfloat16='bf16')[job['dtype']], asked=asked, answers=answers)
 
-# %% ../nbs/19_peers.ipynb #e5531fce
+# %% ../nbs/19_peers.ipynb #1ba34481
 def ask_openvino(job: dict) -> dict:
     "`ContinuousBatchingPipeline` on a GGUF file"
     import numpy as np
@@ -153,8 +153,8 @@ def ask_openvino(job: dict) -> dict:
         while pipeline.has_non_finished_requests(): pipeline.step()
         said = [handle.read_all()[0] for handle in handles]
         answers += [[i, a.generated_ids, a.generated_log_probs] for i, a in zip(batch, said, strict=True)]
-    uses = {name: job['dtype'] or str(openvino.Core().get_property('CPU', name)) for name in ('INFERENCE_PRECISION_HINT', 'KV_CACHE_PRECISION')}
-    precision = f"{job['model'].rsplit('/', 1)[-1]}, " + ', '.join(f'{name} {value}' for name, value in uses.items())
+    uses = [job['dtype'] or openvino.Core().get_property('CPU', name).get_type_name() for name in ('INFERENCE_PRECISION_HINT', 'KV_CACHE_PRECISION')]
+    precision = f"{job['model'].rsplit('/', 1)[-1]}, arithmetic {uses[0]}, cache {uses[1]}"
     return dict(version=genai.__version__, precision=precision, answers=answers,
                 asked='ContinuousBatchingPipeline, add_request and step; seeds per request; max_num_batched_tokens as the budget')
 
