@@ -10,7 +10,7 @@ __all__ = ['EngineConfig', 'engine_config', 'scheduler_limits', 'pool_size', 'fl
 
 # %% ../nbs/15_engine.ipynb #f89fbb3c
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 
@@ -296,7 +296,7 @@ class Engine:
         choices = [answer.choice] + [answer.choice.fork(i) for i in range(1, len(requests))]
         for request, choice in zip(requests[1:], choices[1:]): self.answers[request.id] = Answer(answer.request_id, request, choice)
         answers, unwanted, answer.unwanted = [self.answers[r.id] for r in requests], answer.unwanted, set()
-        for i in unwanted: self.leave(answers[i], 'abort')
+        for i in sorted(unwanted): self.leave(answers[i], 'abort')
         return [a for i, a in enumerate(answers) if i not in unwanted]
 
     def accept(self, answer: Answer, row) -> list[StepOutput]:
@@ -462,7 +462,10 @@ def check_whole(trace: Trace):
     if trace.header is None: raise ValueError("the trace has no header, so nobody knows which settings it was made with")
     for n, r in enumerate(trace.records):
         if r['step'] != n: raise ValueError(f"the trace has step {r['step']} where step {n} should be; a beginning is needed to run it")
-    missing = {i for r in trace.records for i in r['arrived']} - {q['id'] for q in trace.requests}
+    used = [i for r in trace.records for i in r['arrived']]
+    twice = next((i for i, n in Counter(used).items() if n > 1), None)
+    if twice is not None: raise ValueError(f"the trace has {used.count(twice)} requests called {twice!r}; they are told apart by their ids")
+    missing = set(used) - {q['id'] for q in trace.requests}
     if missing: raise ValueError(f"the trace does not hold what was asked by {', '.join(sorted(missing)[:5])}")
 
 def endings(records: list[dict]) -> dict[str, tuple[int, str]]:

@@ -318,6 +318,8 @@ class Scheduler:
         "Queue a request; raises `ValueError` if it can never run and `QueueFull` if too many wait, and then nothing has changed"
         l, n = self.limits, request.num_choices
         check_fits(request.num_tokens, request.max_tokens, l, self.pool.num_blocks, n)
+        if any(f['id'].partition('#')[0] == request.id for f in self.record.finished):
+            raise ValueError(f"request id {request.id!r} has just left: until the next step it is in use")
         num_requests, num_tokens = (sum(getattr(r, name) for r in self.waiting) for name in ('num_choices', 'num_tokens'))
         if num_requests + n > l.max_waiting_requests:
             raise QueueFull(f"{num_requests} requests wait and {n} would come, at most {l.max_waiting_requests} may")

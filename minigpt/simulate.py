@@ -26,6 +26,7 @@ class RecordedChoice:
     reason: str | None = None  # None if it had not ended with the trace
     detail: str | None = None
     num_computed_tokens: int = 0  # If it failed: how far its step went
+    is_unwanted: bool = False  # Given up while its prompt was still read for all choices: leaves when they part
 
 @dataclass(eq=False)
 class Visit:
@@ -58,19 +59,26 @@ class Recorded:
     def read(self, record: dict):
         "Note a step's events and draws"
         if record['step'] != self.step: raise ValueError(f"record {self.step} of the trace is of step {record['step']}; all are needed")
-        arrived = deque(record['arrived'])
-        for n, f in enumerate(f for f in record['finished'] if f['reason'] == 'abort'):
+        arrived, (gone, parting) = deque(record['arrived']), self.aborts(record)
+        for n, f in enumerate(gone):
             while arrived and self.came_before(arrived[0], f['id'], n): self.arrive(arrived.popleft())
             self.end(f)
         if record['reset']: self.events.append(Event('reset', self.step, self.now))
         while arrived: self.arrive(arrived.popleft())
         for child, parent in record['forked'].items(): self.add_choice(child, self.choice(parent).visit)
+        for f in parting: self.end(f, is_unwanted=True)
         for i, pair in record['drawn'].items(): self.choice(i).drawn.append(pair)
         reached = {s['id']: s['start'] + s['num_tokens'] for s in record['scheduled']}
         for f in [f for f in record['finished'] if f['reason'] != 'abort']: self.end(f, reached.get(f['id'], 0))
         if record['started_s'] is None: self.now = None
         elif self.now is not None: self.now = record['started_s'] + record['duration_s']
         self.step += 1
+
+    def aborts(self, record: dict) -> tuple[list[dict], list[dict]]:
+        "Those before a step, and those of choices that left as they came to be"
+        forked = {*record['forked'], *record['forked'].values()}
+        aborts = [f for f in record['finished'] if f['reason'] == 'abort']
+        return [f for f in aborts if f['id'] not in forked], [f for f in aborts if f['id'] in forked]
 
     def choice(self, i: str) -> RecordedChoice:
         if i not in self.live: raise ValueError(f"step {self.step} of the trace names {i!r}, which is not there")
@@ -98,13 +106,14 @@ class Recorded:
         self.events.append(Event('arrival', self.step, request['arrived_s'], visit))
         self.add_choice(i, visit)
 
-    def end(self, finished: dict, num_computed_tokens: int = 0):
+    def end(self, finished: dict, num_computed_tokens: int = 0, is_unwanted: bool = False):
         "A choice is done, or the trace is"
         choice = self.choice(finished['id'])
         del self.live[finished['id']]
-        choice.reason, choice.detail, choice.num_computed_tokens = finished['reason'], finished.get('detail'), num_computed_tokens
+        choice.reason, choice.detail = finished['reason'], finished.get('detail')
+        choice.num_computed_tokens, choice.is_unwanted = num_computed_tokens, is_unwanted
         if choice.reason == 'deadline': choice.visit.deadline_step = self.step
-        if choice.reason in ('abort', None): self.events.append(Event('abort', self.step, self.now, choice.visit, finished['id']))
+        if choice.reason in ('abort', None) and not is_unwanted: self.events.append(Event('abort', self.step, self.now, choice.visit, finished['id']))
 
 # %% ../nbs/20_simulate.ipynb #9d8c5bce
 def step_counts(
@@ -195,9 +204,7 @@ class Simulator:
     def apply(self, event: Event):
         "Let what came from outside come again"
         if event.kind == 'arrival': self.arrive(event)
-        elif event.kind == 'abort':
-            if self.live.get(event.id, (None, None))[1] is event.visit.choices[event.id]:
-                self.leave(event.id, 'abort', event.visit.choices[event.id].detail)
+        elif event.kind == 'abort': self.give_up(event.visit, event.id)
         else: self.scheduler.ledger.reset()
 
     def arrive(self, event: Event):
@@ -216,6 +223,14 @@ class Simulator:
             self.live[request.id] = request, event.visit.choices[request.id]
             arrived_s = line['arrived_s'] if self.by_clock or not self.cost else self.now
             self.requests.append(line | dict(step=s.num_steps, arrived_s=arrived_s, num_finished=len(s.record.finished)))
+
+    def give_up(self, visit: Visit, i: str):
+        "Abort a choice; if there are none yet, it leaves when there are, and with the last one the request"
+        choice, (first, its_choice) = visit.choices[i], self.live.get(visit.request['id'], (None, None))
+        if len(visit.choices) > 1 and its_choice and its_choice.visit is visit and first.num_choices > 1:
+            choice.is_unwanted = True
+            if all(c.is_unwanted for c in visit.choices.values()): self.leave(first.id, 'abort', choice.detail)
+        elif self.live.get(i, (None, None))[1] is choice: self.leave(i, 'abort', choice.detail)
 
     def leave(self, i: str, reason: str, detail: str | None = None): self.scheduler.finish(self.live.pop(i)[0], reason, detail)
 
@@ -253,9 +268,12 @@ class Simulator:
             self.leave(request.id, 'error', choice.detail)
             return
         if not catches_up: return
-        for r in self.scheduler.fork(request) if is_forked else [request]:
-            self.live.setdefault(r.id, (r, choice.visit.choices[r.id]))
-            self.say(r, self.live[r.id][1])
+        said_by = [(r, choice.visit.choices[r.id]) for r in (self.scheduler.fork(request) if is_forked else [request])]
+        self.live |= {r.id: (r, c) for r, c in said_by}
+        gone = [r for r, c in said_by if c.is_unwanted]
+        for r in gone: self.leave(r.id, 'abort', choice.visit.choices[r.id].detail)
+        for r, c in said_by:
+            if r not in gone: self.say(r, c)
 
     def say(self, request: Request, choice: RecordedChoice):
         "The next token of a choice, as recorded"

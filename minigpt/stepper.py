@@ -348,8 +348,8 @@ def step_times(
 
 def add_step(tracks: PerfettoTracks, record: dict, start: int, end: int):
     "The events of one step"
-    t, ran = tracks, {s['id'] for s in record['scheduled']}
-    early, late = ([f for f in record['finished'] if (f['reason'] in ('abort', 'deadline')) is when] for when in (True, False))
+    t, ran, parted = tracks, {s['id'] for s in record['scheduled']}, {*record['forked'], *record['forked'].values()}
+    early, late = ([f for f in record['finished'] if (f['reason'] in ('abort', 'deadline') and f['id'] not in parted) is when] for when in (True, False))
     def leave(some, ts):
         for f in some:
             t.end_wait(f['id'], ts)

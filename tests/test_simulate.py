@@ -126,8 +126,10 @@ def test_the_same_settings_give_the_same_records(traces):
         check(trace, simulated)
         for r in trace.records:
             seen.update(f['reason'] for f in r['finished'])
+            seen['unwanted'] += sum(f['id'] in {*r['forked'], *r['forked'].values()} for f in r['finished'] if f['reason'] == 'abort')
             seen.update({name: len(r[name]) for name in ('preempted', 'found', 'forked', 'copied', 'evicted')} | {'reset': r['reset']})
-    for name in ('stop', 'length', 'abort', 'deadline', 'error', 'preempted', 'found', 'forked', 'copied', 'evicted', 'reset'): assert seen[name] >= 5, seen
+    for name in ('stop', 'length', 'abort', 'deadline', 'error', 'preempted', 'found', 'forked', 'copied', 'evicted', 'reset', 'unwanted'):
+        assert seen[name] >= 5, seen
 
 
 def test_other_settings_lose_nothing(traces):
