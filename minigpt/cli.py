@@ -340,14 +340,17 @@ def run_doctor(args: argparse.Namespace) -> int:
 def run_bench(args: argparse.Namespace) -> int:
     "`minigpt bench NAME`: measure, record, and print the summary"
     from minigpt.bench import benches
+    from minigpt.model import PRESETS
     from minigpt.peers import peer_benches
-    known = benches() | peer_benches()
+    from minigpt.simulate import simulate_benches
+    known = benches() | peer_benches() | simulate_benches()
     if args.name not in known: raise UsageError(f"unknown benchmark {args.name!r}; known are {', '.join(known)}")
     function, takes = known[args.name], inspect.signature(known[args.name]).parameters
     options = dict(out_root=args.out, replace=args.replace or None, threads=args.threads, name=args.record,
                    replicates=args.replicates, a=args.a, b=args.b, text=args.text, shared=args.shared,
-                   model=args.model, gguf=args.gguf, peer=args.peer)
+                   model=args.model, gguf=args.gguf, peer=args.peer, preset=args.preset)
     options = {k: v for k, v in options.items() if v is not None}
+    if args.preset not in (None, *PRESETS): raise UsageError(f"unknown preset {args.preset!r}; known are {', '.join(PRESETS)}")
     for name in options.keys() - takes.keys(): raise UsageError(f"bench {args.name} takes no --{name}")
     for name, p in takes.items():
         if p.default is p.empty and p.kind is not p.VAR_KEYWORD and name not in options:
@@ -535,9 +538,10 @@ def make_parser(command: str | None = None) -> Parser:  # Whose own flags are ne
     p.add_argument('--threads', type=int, metavar='N')
 
     p = add('bench', run_bench, 'measure, and keep the raw numbers')
-    p.add_argument('name', metavar='NAME', help='roofs, linears, nano, prefix, compare, bits')
+    p.add_argument('name', metavar='NAME', help='roofs, linears, nano, prefix, recording, simulate, bits, compare')
     p.add_argument('--text', metavar='FILE', help='for nano')
     p.add_argument('--shared', type=int, metavar='N', help='for prefix: tokens that all prompts begin with, 0 to 128')
+    p.add_argument('--preset', metavar='NAME', help='for linears, recording and simulate: the shape of the model')
     p.add_argument('--model', metavar='MODEL', help='for bits')
     p.add_argument('--gguf', metavar='FILE', help='for bits: the same model, for peers that read GGUF')
     p.add_argument('--peer', action='append', metavar='NAME=PYTHON[,FILE]', help='for bits: where an engine lives, and what it shall read instead; may be repeated')

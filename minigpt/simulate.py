@@ -4,13 +4,18 @@
 
 # %% auto #0
 __all__ = ['RecordedChoice', 'Visit', 'Event', 'Recorded', 'step_counts', 'Cost', 'solve', 'non_negative_fit', 'fit_cost',
-           'Simulator', 'Simulation', 'policy_limits', 'simulate', 'first_token_waits', 'run_totals', 'compare_runs']
+           'Simulator', 'Simulation', 'policy_limits', 'simulate', 'first_token_waits', 'run_totals', 'compare_runs',
+           'live_run', 'some_traffic', 'decisions', 'simulate_and_run', 'time_simulation', 'bench_simulate',
+           'summarise_simulation', 'simulate_benches']
 
 # %% ../nbs/20_simulate.ipynb #0cd0bd2b
 import math
+import random
 from collections import deque
 from dataclasses import dataclass, field, fields
 from itertools import combinations
+from pathlib import Path
+from statistics import median
 
 # %% ../nbs/20_simulate.ipynb #24688941
 from .paging import BlockPool
@@ -118,22 +123,23 @@ class Recorded:
 # %% ../nbs/20_simulate.ipynb #9d8c5bce
 def step_counts(
     record: dict,  # A step record as written to disk
-) -> tuple[int, int]:  # Tokens computed; keys looked at, over all rows
+) -> tuple[int, int, int]:  # Tokens computed; keys looked at, over all rows; requests that ran
     "How much work a step was"
     parts = record['scheduled']
-    return sum(s['num_tokens'] for s in parts), sum(num_kv_reads(s['start'], s['num_tokens']) for s in parts)
+    return sum(s['num_tokens'] for s in parts), sum(num_kv_reads(s['start'], s['num_tokens']) for s in parts), len(parts)
 
 @dataclass(frozen=True)
 class Cost:
-    "What a step takes: `step_s + token_s · tokens + kv_read_s · keys looked at`; nothing if it computes nothing"
+    "What a step takes: `step_s + token_s · tokens + kv_read_s · keys looked at + request_s · requests that run`; nothing if it computes nothing"
     step_s: float
     token_s: float
     kv_read_s: float
+    request_s: float = 0.0
 
     def seconds(self, record: dict) -> float:
         "What a step is expected to take"
-        num_tokens, num_kv_reads = step_counts(record)
-        return self.step_s + self.token_s * num_tokens + self.kv_read_s * num_kv_reads if num_tokens else 0.0
+        n, num_kv_reads, num_requests = step_counts(record)
+        return self.step_s + self.token_s * n + self.kv_read_s * num_kv_reads + self.request_s * num_requests if n else 0.0
 
 # %% ../nbs/20_simulate.ipynb #ad693910
 def solve(
@@ -177,7 +183,7 @@ def fit_cost(
     if len(timed) < min_steps:
         raise ValueError(f"{len(timed)} of {len(records)} steps ran something and were timed; a cost needs at least {min_steps}")
     rows, wanted = [[1, *step_counts(r)] for r in timed], [r['duration_s'] for r in timed]
-    if len({n for _, n, _ in rows}) < 2:
+    if len({n for _, n, _, _ in rows}) < 2:
         raise ValueError(f"all {len(rows)} timed steps computed {rows[0][1]} tokens; a cost needs steps of unlike sizes")
     weights = [1 / y for y in wanted]
     for n in range(40):
@@ -366,3 +372,113 @@ def compare_runs(
     rows = [' ' * left + ''.join(f'  {n:>{widths[n]}}' for n in columns)]
     rows += [f'{name:{left}}' + ''.join(f"  {c[name.replace(' ', '_')]:>{widths[n]}}" for n, c in columns.items()) for name in names]
     return '\n'.join(rows)
+
+# %% ../nbs/20_simulate.ipynb #9f50383c
+def live_run(
+    model,  # Prepared for inference, over bytes
+    requests: list[dict],  # step or at_s, prompt_token_ids, max_tokens; in order
+    by_clock: bool = False,  # Each comes at second `at_s`, not in time for `step`
+    **settings,  # Of `EngineConfig`
+) -> Trace:
+    "What an engine makes of some requests"
+    from minigpt.engine import Engine, EngineConfig, header_line
+    from minigpt.sampling import SamplingParams
+    from minigpt.tokenizer import ByteTokenizer
+    lines, to_come, trace = [], deque(enumerate(requests)), Trace()
+    engine = Engine(model, ByteTokenizer(), EngineConfig(**settings), lines.append)
+    trace.header = header_line(engine, 'random weights')
+    def is_due(r): return r['at_s'] <= engine.now_s if by_clock else r['step'] <= engine.scheduler.num_steps
+    while to_come or engine.has_work:
+        while to_come and is_due(to_come[0][1]):
+            i, r = to_come.popleft()
+            engine.add(f'r{i}', r['prompt_token_ids'], SamplingParams(max_tokens=r['max_tokens'], temperature=0, seed=0, ignore_eos=True))
+        if engine.has_work or not by_clock: engine.step()
+    for line in lines: (trace.requests if line['kind'] == 'request' else trace.records).append(line)
+    return trace
+
+def some_traffic(
+    seed: int,
+    num_requests: int = 48,
+    longest: int = 160,  # Tokens of a prompt
+    most: int = 48,  # Tokens of an answer
+) -> list[dict]:  # step, prompt_token_ids, max_tokens
+    "Requests of many sizes that come a few steps apart; every third begins as others do"
+    rng, step, requests = random.Random(seed), 0, []
+    common = [rng.randrange(256) for _ in range(longest // 3)]
+    for i in range(num_requests):
+        prompt = common * (i % 3 == 0) + [rng.randrange(256) for _ in range(rng.randint(8, longest - len(common)))]
+        requests.append(dict(step=step, prompt_token_ids=prompt, max_tokens=rng.randint(most // 6, most)))
+        step += rng.choice((0, 0, 0, 2, 4, 8))
+    return requests
+
+# %% ../nbs/20_simulate.ipynb #af2892aa
+def decisions(trace: Trace) -> list[dict]:
+    "A run without its times"
+    return [r | dict(started_s=None, duration_s=None) for r in trace.records]
+
+def simulate_and_run(model, seed: int, **sizes) -> dict:  # Name → expected and measured steps and seconds, and whether all decisions are equal
+    "What the simulator expects of some runs, from the cost of the first, and what an engine does; `sizes` are those of `some_traffic`"
+    requests, others = (some_traffic(s, **sizes) for s in (seed, seed + 1000))
+    live_run(model, others[:8])  # what is made at first use
+    first, other = live_run(model, requests), live_run(model, others)
+    cost, timed = fit_cost(first.records), [r | dict(at_s=q['arrived_s']) for r, q in zip(requests, first.requests)]
+    pool = dict(num_blocks=first.header['settings']['num_blocks'])  # by default it depends on the seats
+    least = max(len(r['prompt_token_ids']) + r['max_tokens'] for r in requests) // 16 * 2
+    cases = dict(itself=(first, first, {}, False), others=(other, other, {}, False))
+    for name, policy in (('budget of 64', dict(max_num_batched_tokens=64)), ('4 seats', dict(max_num_seqs=4)), ('small pool', dict(num_blocks=least))):
+        cases[name] = first, live_run(model, requests, **pool | policy), policy, False
+    by_clock = live_run(model, timed, True)
+    cases['4 seats, by the clock'] = by_clock, live_run(model, timed, True, **pool, max_num_seqs=4), dict(max_num_seqs=4), True
+    found = {}
+    for name, (recorded, real, policy, is_by_clock) in cases.items():
+        expected = simulate(recorded, 'seconds' if is_by_clock else 'steps', cost, **policy).trace
+        totals = [run_totals(t) for t in (expected, real)]
+        found[name] = {k: [t[k] for t in totals] for k in ('steps', 'preemptions', 'seconds', 'first_token_mean_s')}
+        found[name]['is_equal'] = None if is_by_clock else decisions(expected) == decisions(real)
+    return found
+
+# %% ../nbs/20_simulate.ipynb #ea3a4515
+def time_simulation(preset: str, threads: int, seed: int, num_requests: int) -> dict:
+    "What a bench process prints: `simulate_and_run` on random weights"
+    import torch
+    from minigpt.kernels import prepare_for_inference, set_threads
+    from minigpt.model import GPT, GPTConfig, PRESETS, init_weights
+    set_threads(threads)
+    config = GPTConfig(**PRESETS[preset] | dict(vocab_size=256, max_seq_len=256))
+    return simulate_and_run(prepare_for_inference(init_weights(GPT(config), torch.Generator().manual_seed(seed))), seed, num_requests=num_requests)
+
+def bench_simulate(
+    out_root='bench_records', name='simulate', threads=None, replicates=5, preset='small', num_requests=48, replace=False, on_replicate=None,
+) -> dict:
+    "Does the simulator expect what an engine does? Steps and decisions equal, and how many times the measured seconds it expects"
+    import sys
+    import torch
+    from minigpt.bench import Policy, RecordExists, record, run_once
+    threads = threads or torch.get_num_threads()
+    policy = Policy(name, f'Does the simulator expect what an engine does, preset {preset}?', 'expected / measured seconds', True, replicates, 0, threads=threads)
+    if not replace and (Path(out_root)/name).exists(): raise RecordExists(f'{Path(out_root)/name} holds a record')
+    raw = []
+    for seed in range(replicates):
+        code = f'import json, minigpt.simulate as s; print(json.dumps(s.time_simulation({preset!r}, {threads}, {seed}, {num_requests})))'
+        raw.append(dict(seed=seed, **run_once([sys.executable, '-c', code], threads, 0, policy.timeout_s, f'run {seed}')))
+        if on_replicate: on_replicate(raw[-1])
+    summary = summarise_simulation([r['result'] for r in raw])
+    record(name, out_root, policy=policy, raw=raw, summary=summary, replace=replace)
+    return summary
+
+# %% ../nbs/20_simulate.ipynb #8a269204
+def summarise_simulation(
+    runs: list[dict],  # As from `simulate_and_run`
+) -> dict:  # Case → how many runs took the steps that were expected, and made the decisions; and expected / measured: least, median, most
+    "All runs of `minigpt bench simulate` in one table"
+    def spread(pairs):
+        ratios = sorted(expected / measured for expected, measured in pairs)
+        return [ratios[0], median(ratios), ratios[-1]]
+    return {name: dict(
+        num_runs=len(runs), num_steps_equal=sum(r[name]['steps'][0] == r[name]['steps'][1] for r in runs),
+        num_decisions_equal=None if runs[0][name]['is_equal'] is None else sum(r[name]['is_equal'] for r in runs),
+        seconds=spread(r[name]['seconds'] for r in runs), first_token=spread(r[name]['first_token_mean_s'] for r in runs)) for name in runs[0]}
+
+def simulate_benches() -> dict:  # Name → function
+    "What `minigpt bench NAME` can run from this room"
+    return dict(simulate=bench_simulate)
