@@ -10,7 +10,8 @@ __all__ = ['interleave', 'tail_share', 'bootstrap_ratio', 'verdict', 'Policy', '
            'measure_bandwidth', 'measure_gemm', 'measure_roofs', 'linear_weights', 'predict', 'preset_config',
            'numba_report', 'kernels_report', 'available_memory_gb', 'doctor', 'doctor_text', 'time_linears',
            'python_command', 'repeat', 'bench_roofs', 'train_nano', 'bench_nano', 'time_prefix', 'bench_prefix',
-           'eight_running', 'time_recording', 'bench_recording', 'bench_linears', 'bench_compare', 'benches']
+           'eight_running', 'TimedWriter', 'time_recording', 'bench_recording', 'bench_linears', 'bench_compare',
+           'benches']
 
 # %% ../nbs/18_bench.ipynb #ae457d9c
 import json
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
@@ -38,6 +40,7 @@ from torch import nn
 # %% ../nbs/18_bench.ipynb #e76a47da
 from .data import RNGStreams, load_data, machine_identity, prepare
 from .model import GPT, PRESETS, GPTConfig, init_weights
+from .stepper import TraceWriter
 from .training import TrainConfig, Trainer, evaluate
 
 # %% ../nbs/18_bench.ipynb #c17a413b
@@ -615,7 +618,7 @@ def bench_prefix(
     return asdict(compare(policy, a, b, Path(out_root) / name, on_replicate))
 
 # %% ../nbs/18_bench.ipynb #45dfc990
-def eight_running(preset: str, on_record=None, max_records: int = 0):
+def eight_running(preset: str):
     "An engine with eight requests in the middle of long answers, on a model with random weights"
     from minigpt.engine import Engine, EngineConfig
     from minigpt.kernels import prepare_for_inference
@@ -623,27 +626,40 @@ def eight_running(preset: str, on_record=None, max_records: int = 0):
     from minigpt.tokenizer import ByteTokenizer
     config = GPTConfig(**PRESETS[preset] | dict(vocab_size=256, max_seq_len=512))
     model = prepare_for_inference(init_weights(GPT(config), torch.Generator().manual_seed(0)))
-    engine = Engine(model, ByteTokenizer(), EngineConfig(max_records=max_records), on_record)
+    engine = Engine(model, ByteTokenizer(), EngineConfig(max_records=0))
     for i in range(8): engine.add(str(i), [i + 1] * 20, SamplingParams(max_tokens=400, temperature=0, seed=0))
     return engine
 
-def time_recording(preset: str, threads: int, num_steps: int = 300) -> dict:
-    "What a bench process prints: median seconds of a step that is written to a trace, and of one that leaves no record"
+class TimedWriter(TraceWriter):
+    "A writer that knows how long its thread has computed, in seconds"
+    busy_s = 0.0
+
+    def write(self, lines: list[dict]):
+        start = time.thread_time()
+        super().write(lines)
+        self.busy_s += time.thread_time() - start
+
+def time_recording(preset: str, threads: int, num_steps: int = 180) -> dict:
+    "What a bench process prints: median seconds of a step that leaves no record (B), and that with the median of what a neighbour took longer (A)"
     from minigpt.kernels import set_threads
     set_threads(threads)
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder)/'trace', 'w', buffering=1) as file:
-        engines = dict(a=eight_running(preset, lambda line: file.write(json.dumps(line) + '\n'), 4096), b=eight_running(preset))
-        times = dict(a=[], b=[])
+    engine, times = eight_running(preset), dict(a=[], b=[])
+    with tempfile.TemporaryDirectory() as folder, TimedWriter(Path(folder)/'trace') as write:
+        ways = dict(a=(write, deque(maxlen=4096)), b=(None, deque(maxlen=0)))
         for _, side in interleave(num_steps + 10):
+            engine.on_record, engine.records = ways[side]
             start = time.perf_counter()
-            engines[side].step()
+            engine.step()
             times[side].append(time.perf_counter() - start)
-        return {side: statistics.median(t[10:]) for side, t in times.items()} | dict(bytes_per_step=file.tell() // (num_steps + 10))
+    written_s = write.busy_s / len(times['a'])  # beside the steps, of either side; counted as if it held them up
+    more_s = statistics.median(a - b for a, b in zip(times['a'][10:], times['b'][10:])) + written_s
+    alone_s = statistics.median(times['b'][10:])
+    return dict(a=alone_s + more_s, b=alone_s, written_s=written_s)
 
 def bench_recording(
     out_root='bench_records', name='recording', threads=None, replicates=8, preset='small', replace=False, on_replicate=None,
 ) -> dict:
-    "A step with eight running that is written to a trace (A) and one that leaves no record (B), in turns within each process"
+    "A step with eight running that is written to a trace (A) and one that leaves no record (B), in turns on the same engine"
     threads = threads or torch.get_num_threads()
     question = f'What does a trace cost per step with eight running, preset {preset}?'
     policy = Policy(name, question, replicates=replicates, warmups=0, min_effect=0.02, threads=threads)

@@ -227,15 +227,8 @@ def trace_to(path: str | None):
     if path is None:
         yield None
         return
-    with open(path, 'x', encoding='utf-8', buffering=1) as file:
-        broken: list[OSError] = []
-        def write(line: dict):
-            try:
-                if not broken: file.write(json.dumps(line) + '\n')
-            except OSError as e:
-                broken.append(e)
-                say(f"the trace ends here: {path}: {e.strerror}")
-        yield write
+    from minigpt.stepper import TraceWriter
+    with TraceWriter(path, lambda e: say(f"the trace ends here: {path}: {e.strerror}")) as write: yield write
 
 def traced_engine(loaded, settings, on_record: Callable[[dict], None] | None, model: str):
     "An engine whose lines, beginning with the header, go to `on_record` if there is one"

@@ -4,20 +4,23 @@
 
 # %% auto #0
 __all__ = ['SHAPES', 'ENTRIES', 'WINDOW', 'MAX_ROWS', 'MAX_SQUARES', 'MAX_SENTENCES', 'MAX_TABLE', 'CLASSES', 'FRAME_STYLE',
-           'Trace', 'read_trace', 'check_line', 'outputs_of', 'Moment', 'Window', 'apply_findable', 'play', 'Moments',
-           'block_states', 'changed_blocks', 'visible', 'shortened', 'square', 'row', 'pool_html', 'table_html',
-           'frame', 'Frames', 'StaticStepper', 'stepper', 'clean', 'PerfettoTracks', 'step_times', 'add_step',
-           'to_perfetto']
+           'Trace', 'read_trace', 'check_line', 'outputs_of', 'TraceWriter', 'Moment', 'Window', 'apply_findable',
+           'play', 'Moments', 'block_states', 'changed_blocks', 'visible', 'shortened', 'square', 'row', 'pool_html',
+           'table_html', 'frame', 'Frames', 'StaticStepper', 'stepper', 'clean', 'PerfettoTracks', 'step_times',
+           'add_step', 'to_perfetto']
 
 # %% ../nbs/13_stepper.ipynb #c6549609
 import json
 import math
+import queue
+import threading
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from html import escape
+from pathlib import Path
 
 # %% ../nbs/13_stepper.ipynb #7b8a2a22
 from .scheduler import RECORD_VERSION, StepRecord, apply_record, explain
@@ -74,6 +77,52 @@ def outputs_of(
     for r in records:
         for i, (token_id, _) in r['drawn'].items(): outputs.setdefault(i, []).append(token_id)
     return outputs
+
+# %% ../nbs/13_stepper.ipynb #b21ce630
+class TraceWriter:
+    "Called with lines, has them written to a new file by a thread of its own; a disk that fills up ends the trace, not its caller"
+    def __init__(self,
+        path: str | Path,  # Raises `FileExistsError` if it is there
+        on_failure: Callable[[OSError], None] = lambda e: None,  # Called once, by the thread
+        every_s: float = 0.05,  # How long lines are gathered
+        max_lines: int = 100_000,  # When so many are not yet written, the caller waits
+    ):
+        self.file, self.lines, self.on_failure, self.every_s = open(path, 'x', encoding='utf-8'), queue.Queue(max_lines), on_failure, every_s
+        self.failure: OSError | None = None
+        self.is_closing = threading.Event()
+        self.thread = threading.Thread(target=self.run, name='trace', daemon=True)
+        self.thread.start()
+
+    def __call__(self, line: dict): self.lines.put(line)  # which nobody may change any more
+    def __enter__(self): return self
+    def __exit__(self, *exc): self.close()
+
+    def close(self):
+        "Return when all lines are written"
+        self.is_closing.set()
+        self.lines.put(None)
+        self.thread.join()
+        try: self.file.close()
+        except OSError as e: self.fail(e)
+
+    def run(self):
+        "What the thread does: wait for a line, gather more for a while, write them"
+        batch = []
+        while None not in batch:
+            batch = [self.lines.get()]
+            self.is_closing.wait(self.every_s)
+            while not self.lines.empty(): batch.append(self.lines.get())
+            if not self.failure: self.write([line for line in batch if line is not None])
+
+    def write(self, lines: list[dict]):
+        try:
+            self.file.write(''.join(json.dumps(line) + '\n' for line in lines))
+            self.file.flush()
+        except OSError as e: self.fail(e)
+
+    def fail(self, error: OSError):
+        if not self.failure: self.on_failure(error)
+        self.failure = self.failure or error
 
 # %% ../nbs/13_stepper.ipynb #901a488f
 WINDOW = 20  # Steps of the timeline that are in sight

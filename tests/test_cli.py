@@ -98,8 +98,7 @@ def test_a_trace_is_a_new_file_and_ends_with_its_disk(tmp_path, capsys, monkeypa
     assert (tmp_path/'new.jsonl').read_text() == '{"step": 0}\n'
     class Full:
         def write(self, text): raise OSError(28, 'No space left on device')
-        def __enter__(self): return self
-        def __exit__(self, *exc): pass
+        def close(self): raise OSError(28, 'No space left on device')
     monkeypatch.setattr('builtins.open', lambda *args, **options: Full())
     with trace_to('full.jsonl') as write:
         for step in range(3): write({'step': step})

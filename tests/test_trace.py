@@ -338,3 +338,17 @@ def test_replay_on_other_weights_warns_and_says_what_differs(run, tmp_path, caps
     assert out.splitlines()[0].startswith('A: token 0 is ') and '5 requests, ' in out and '5 answers are different' in out
     path.write_text(''.join(written(lines[1:2])), encoding='utf-8')
     assert main(['replay', str(path)]) == 2 and 'holds no step records' in capsys.readouterr().err
+
+
+def test_a_line_is_never_changed_after_it_was_given():
+    "A trace is written by another thread, a little later"
+    lines = []
+    engine = Engine(prepare_for_inference(toy_model(**GPT2)), ByteTokenizer(), EngineConfig(block_size=4, num_blocks=14, max_num_batched_tokens=16, max_num_seqs=4),
+                    lambda line: lines.append((line, json.dumps(line))))
+    for i in range(12): engine.add(f'r{i}', [i % 3] * (6 + i), SamplingParams(max_tokens=14, n=1 + i % 3, seed=i, temperature=1.0, logit_bias={7: 1.0}))
+    while engine.has_work:
+        if engine.scheduler.num_steps == 9: engine.abort('r3')
+        engine.step()
+    records = [line for line, _ in lines if line['kind'] == 'step']
+    for name in ('preempted', 'forked', 'copied', 'found', 'evicted'): assert any(r[name] for r in records), name
+    assert len(records) > 64 and [json.dumps(line) for line, _ in lines] == [text for _, text in lines]
