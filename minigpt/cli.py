@@ -457,7 +457,7 @@ The run is in {out}. Go on with:
 # %% ../nbs/21_cli.ipynb #f0fe0cd7
 def add_model_flags(parser: argparse.ArgumentParser):
     "What every command that loads a model takes"
-    parser.add_argument('model', metavar='MODEL', help='a run or checkpoint folder, or a Hugging Face folder')
+    parser.add_argument('model', metavar='MODEL', help='a run or checkpoint folder, a Hugging Face folder, or a .gguf file')
 
 def make_parser(command: str | None = None) -> Parser:  # Whose own flags are needed; None: all but those made from settings
     "The parser of all commands; settings records are imported for `command` only"

@@ -28,7 +28,8 @@ from minigpt.sampling import SamplingParams
 CONTEXT = 96
 ODD = dict(n_embd=30, n_head=3)  # rows that begin in the middle of a cache line, and rows of the MLP that end in the middle of a vector
 WIDE = dict(n_embd=768, n_head=12, n_layer=1)  # as wide as GPT-2; the rows of its MLP are longer than 1024 numbers
-TOYS = {'llama': LLAMA, 'gpt2': GPT2, 'odd llama': LLAMA | ODD | dict(n_kv_head=1), 'odd gpt2': GPT2 | ODD}
+QWEN = LLAMA | dict(qk_norm=True, qkv_bias=True, head_dim=12, rope_factor=4.0, rope_original_max_seq_len=16)  # each newer dial at once
+TOYS = {'llama': LLAMA, 'gpt2': GPT2, 'qwen': QWEN, 'odd llama': LLAMA | ODD | dict(n_kv_head=1), 'odd gpt2': GPT2 | ODD}
 BIG = {'wide llama': LLAMA | WIDE | dict(n_kv_head=4), 'wide gpt2': GPT2 | WIDE}
 DIALS = TOYS | BIG
 TINY = dict(sizes=(4,), seats=(3,), chunks=(7,), edges=(2,), every=(3,), cuts=(9,), block_sizes=(16,))

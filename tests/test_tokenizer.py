@@ -3,7 +3,7 @@ import json, os, subprocess, sys
 import hypothesis, pytest
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer as HFTokenizer, decoders, models, normalizers, pre_tokenizers
-from minigpt.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, StreamDecoder, load_tokenizer
+from minigpt.tokenizer import SPLITTERS, BPETokenizer, ByteTokenizer, CharTokenizer, StreamDecoder, build_bpe, load_tokenizer
 
 
 def given(**strategies):
@@ -210,6 +210,22 @@ def test_end_token_from_the_files_beside_it(tmp_path, name, content, eos):
     assert load_tokenizer(found.save(tmp_path/'copy')).eos_token_id == eos
 
 
+def test_a_panic_of_the_library_is_a_refusal(tmp_path):
+    "It is no Exception, and would end a server's thread"
+    ALL[2].save(tmp_path)
+    content = json.loads((tmp_path/'tokenizer.json').read_text())
+    content['model'] = dict(type='BPE', vocab={'a': 0, 'b': 1, 'ab': 2}, merges=[['a', 'b']], continuing_subword_prefix='longer')
+    (tmp_path/'tokenizer.json').write_text(json.dumps(content))
+    with pytest.raises(ValueError, match='is not a tokenizer'): load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize('eos', [[[1]], 1.5, True, {'content': [1]}, 99999, -1])
+def test_an_end_that_is_no_token(tmp_path, eos):
+    ALL[2].save(tmp_path)
+    (tmp_path/'config.json').write_text(json.dumps(dict(eos_token_id=eos)))
+    with pytest.raises(ValueError, match='is neither a text nor an id|is not in'): load_tokenizer(tmp_path)
+
+
 def test_saving_keeps_what_a_config_says_already(tmp_path):
     (tmp_path/'tokenizer_config.json').write_text(json.dumps({'chat_template': 'x', 'eos_token': '</s>'}))
     BPETokenizer(ALL[2].tokenizer, eos_token_id=1).save(tmp_path)
@@ -239,3 +255,10 @@ def test_a_special_token_inside_a_cut_character_is_no_text():
     cat = BPE.encode('🦁')
     chunks = streamed(BPE, [*cat[:2], BPE.eos_token_id, *cat[2:]])
     assert ''.join(chunks) == '🦁' and '\ufffd' not in ''.join(chunks)
+
+
+def test_a_word_that_is_a_token_but_no_merges_lead_to_it():
+    "Llama 3 has such tokens and takes them whole"
+    tokens = ['a', 'b', 'c', 'ab', 'abc']
+    assert {name: build_bpe(tokens, ['a b'], name).encode('abc').ids for name in SPLITTERS} == {
+        name: [4] if name.startswith('llama') else [3, 2] for name in SPLITTERS}

@@ -1,5 +1,6 @@
 """Stopped and resumed in real processes, and what a run refuses"""
 import json
+import math
 import os
 import signal
 import subprocess
@@ -131,7 +132,21 @@ def toy_trainer(data, config, **dials):
 def weights(trainer): return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
 
-@pytest.mark.parametrize('dials', [dict(dropout=0.2), dict(position='rope', norm='rms', activation='swiglu', bias=False, n_kv_head=1)])
+@pytest.mark.parametrize('dials', [dict(qk_norm=True), dict(bias=False, qkv_bias=True), dict(head_dim=24), dict(position='rope', rope_factor=8.0, rope_original_max_seq_len=16),
+                                   dict(position='rope', norm='rms', activation='swiglu', bias=False, qk_norm=True, head_dim=24, n_kv_head=1, tie_head=False)])
+def test_each_dial_learns(data, dials):
+    "All weights move, and the loss falls below that of single characters"
+    trainer, losses = toy_trainer(data, TrainConfig(updates=60, warmup_updates=5, eval_every=60, batch_size=8, learning_rate=3e-3), **dials), []
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.after_update.append(lambda t, m: losses.append(m['loss']))
+    trainer.run()
+    for name, p in trainer.model.named_parameters(): assert not torch.equal(p, before[name]), name
+    assert losses[0] > math.log(trainer.model.config.vocab_size) - 0.5 and losses[-1] < losses[0] - 1
+
+
+@pytest.mark.parametrize('dials', [dict(dropout=0.2), dict(position='rope', norm='rms', activation='swiglu', bias=False, n_kv_head=1),
+                                   dict(position='rope', norm='rms', activation='swiglu', bias=False, qkv_bias=True, qk_norm=True, head_dim=12, rope_factor=4.0,
+                                        rope_original_max_seq_len=16)])
 def test_looking_and_sampling_never_change_learning(data, dials):
     from minigpt.cli import sample_text
     results, tokenizer = [], load_data(data).tokenizer

@@ -1,8 +1,11 @@
 "Weights against the transformers library, and every way in which a folder can be wrong"
+import copy
 import json
 import os
 import pickle
 import struct
+import subprocess
+import sys
 from dataclasses import asdict, fields, replace
 
 os.environ['HF_HUB_OFFLINE'] = '1'
@@ -18,8 +21,8 @@ from minigpt.checkpoint import model_tensors, save_checkpoint
 from minigpt.kv_cache import KVCache
 from minigpt.model import GPT, PRESETS, GPTConfig, init_weights
 from minigpt.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
-from minigpt.weights import (FAMILIES, GPT2, LLAMA, MINIGPT, NoDraws, WeightsError, config_from_hf, config_to_hf, empty_model, layout,
-                             load_hf, load_model, save_hf)
+from minigpt.weights import (FAMILIES, GPT2, LLAMA, MINIGPT, QWEN2, QWEN3, WeightsError, config_from_hf, config_to_hf, empty_model, layout,
+                             load_hf, load_model, open_folder, open_model, save_hf, write_shards)
 
 settings.register_profile('fixed', derandomize=True, deadline=None, max_examples=100)
 settings.load_profile('fixed')
@@ -27,7 +30,8 @@ settings.load_profile('fixed')
 GPT2_TINY = GPTConfig(256, max_seq_len=24, n_layer=2, n_head=4, n_embd=32, activation='gelu_tanh')
 LLAMA_TINY = GPTConfig(256, max_seq_len=24, n_layer=2, n_head=4, n_embd=32, n_kv_head=2, ffn_dim=56, position='rope', norm='rms', activation='swiglu',
                        bias=False, norm_eps=1e-6)
-
+QWEN2_TINY, QWEN3_TINY = replace(LLAMA_TINY, qkv_bias=True), replace(LLAMA_TINY, qk_norm=True, head_dim=16)
+LLAMA3_TINY = replace(LLAMA_TINY, rope_theta=5e5, rope_factor=8.0, rope_low_freq_factor=1.0, rope_high_freq_factor=4.0, rope_original_max_seq_len=16)
 
 @pytest.fixture(scope='module')
 def hf():
@@ -80,6 +84,26 @@ def llama_theirs(hf, **config):
                  bos_token_id=None, eos_token_id=None)
     return randomise(hf.LlamaForCausalLM(hf.LlamaConfig(**sizes | config)))
 
+def qwen2_theirs(hf, **config):
+    sizes = dict(vocab_size=256, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                 intermediate_size=56, bos_token_id=None, eos_token_id=None)
+    return randomise(hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes | config)))
+
+def qwen3_theirs(hf, **config):
+    sizes = dict(vocab_size=256, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                 intermediate_size=56, head_dim=16, bos_token_id=None, eos_token_id=None)
+    return randomise(hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes | config)))
+
+def llama3_rope(**changes):
+    return dict(rope_parameters=dict(rope_type='llama3', rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                     original_max_position_embeddings=16) | changes)
+
+F64_TOLERANCE = 2e-6  # their norms, softmax and angles stay in fp32
+
+def in_float64(model):
+    "The same weights in float64, where a formula that is nearly right stands out"
+    return copy.deepcopy(model).double()
+
 THEIRS = {
     'gpt2': (gpt2_theirs, {}),
     'gpt2 exact gelu': (gpt2_theirs, dict(activation_function='gelu')),
@@ -96,6 +120,15 @@ THEIRS = {
     'llama theta 100': (llama_theirs, dict(rope_parameters=dict(rope_theta=100, rope_type='default'))),
     'llama biases': (llama_theirs, dict(attention_bias=True, mlp_bias=True, num_key_value_heads=2)),
     'llama eps': (llama_theirs, dict(rms_norm_eps=1e-2)),
+    'llama 3': (llama_theirs, dict(num_key_value_heads=2, **llama3_rope())),
+    'llama 3, other bounds': (llama_theirs, dict(head_dim=32, **llama3_rope(factor=3, low_freq_factor=0.5, high_freq_factor=9.0,
+                                                                          original_max_position_embeddings=20, rope_theta=50.0))),
+    'qwen2': (qwen2_theirs, {}),
+    'qwen2 tied, all heads': (qwen2_theirs, dict(tie_word_embeddings=True, num_key_value_heads=4)),
+    'qwen2 narrow heads': (qwen2_theirs, dict(head_dim=4)),
+    'qwen3': (qwen3_theirs, {}),
+    'qwen3 tied, usual heads': (qwen3_theirs, dict(tie_word_embeddings=True, head_dim=8, rms_norm_eps=1e-2)),
+    'qwen3, stretched': (qwen3_theirs, llama3_rope()),
 }
 
 @pytest.mark.parametrize('name', THEIRS)
@@ -107,11 +140,12 @@ def test_their_weights_give_their_logits(hf, tmp_path, name):
     with torch.no_grad(): wanted = theirs(IDS).logits
     assert wanted.std() > 0.1
     torch.testing.assert_close(ours(IDS), wanted, atol=1e-4, rtol=0)
+    with torch.no_grad(): torch.testing.assert_close(in_float64(ours)(IDS), theirs.double()(IDS).logits, atol=F64_TOLERANCE, rtol=0)
     assert not ours.training and not any(p.requires_grad for p in ours.parameters())
     assert {p.dtype for p in ours.parameters()} == {torch.float32}
 
 @pytest.mark.filterwarnings('ignore:.past_key_values')
-@pytest.mark.parametrize('name', ['gpt2', 'llama grouped', 'llama wide heads'])
+@pytest.mark.parametrize('name', ['gpt2', 'llama grouped', 'llama wide heads', 'llama 3', 'qwen2', 'qwen3'])
 def test_their_logits_with_a_cache(hf, tmp_path, name):
     maker, config = THEIRS[name]
     theirs = maker(hf, **config)
@@ -135,6 +169,12 @@ OURS = {
     'llama': LLAMA_TINY,
     'llama untied, biases, wide heads': replace(LLAMA_TINY, tie_head=False, bias=True, head_dim=16, rope_theta=5e5),
     'llama one head': replace(LLAMA_TINY, n_head=1, n_kv_head=1, norm_eps=1e-3),
+    'llama 3': LLAMA3_TINY,
+    'qwen2': QWEN2_TINY,
+    'qwen2 untied, wide heads': replace(QWEN2_TINY, tie_head=False, head_dim=16, rope_theta=5e5),
+    'qwen3': QWEN3_TINY,
+    'qwen3 untied, stretched': replace(LLAMA3_TINY, qk_norm=True, tie_head=False),
+    'gpt2 with q, k, v biases only': replace(GPT2_TINY, bias=False, qkv_bias=True),
 }
 
 @pytest.mark.parametrize('name', OURS)
@@ -147,8 +187,56 @@ def test_they_read_what_we_write(hf, tmp_path, name):
     ids = IDS % ours.config.vocab_size
     with torch.no_grad(): torch.testing.assert_close(theirs.eval()(ids).logits, ours(ids), atol=1e-4, rtol=0)
     again = load_hf(tmp_path/'ours')
-    assert again.config == (ours.config if ours.config.position == 'rope' else replace(ours.config, bias=True))
+    assert again.config == (ours.config if ours.config.position == 'rope' else replace(ours.config, qkv_bias=False, bias=True))
     for key, t in model_tensors(ours).items(): assert torch.equal(model_tensors(again)[key], t), key
+
+@pytest.mark.parametrize('dtype', ['F32', 'F16', 'BF16'])
+@pytest.mark.parametrize('name', ['gpt2', 'qwen2', 'qwen3', 'llama 3'])
+def test_they_read_our_shards_of_each_kind(hf, tmp_path, name, dtype):
+    ours, kind = make(OURS[name]), dict(F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)[dtype]
+    save_hf(ours, CharTokenizer('ab'), tmp_path/'ours', dtype=dtype, shard_bytes=10_000)
+    assert len(list((tmp_path/'ours').glob('model-*.safetensors'))) > 2 and not (tmp_path/'ours'/'model.safetensors').exists()
+    again = load_hf(tmp_path/'ours')
+    for key, t in model_tensors(ours).items(): assert torch.equal(model_tensors(again)[key], t.to(kind).float()), key
+    theirs, loading = hf.AutoModelForCausalLM.from_pretrained(tmp_path/'ours', dtype='auto', output_loading_info=True)
+    assert theirs.dtype == kind and not any(loading[key] for key in ('missing_keys', 'unexpected_keys', 'mismatched_keys'))
+    with torch.no_grad(): torch.testing.assert_close(theirs.float().eval()(IDS).logits, again(IDS), atol=1e-4, rtol=0)
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 100))
+def test_shards_hold_each_tensor_once_and_no_more_than_they_may(tmp_path_factory, sizes, limit):
+    folder = tmp_path_factory.mktemp('shards')
+    tensors = {f't{i}': torch.full((n,), float(i)) for i, n in enumerate(sizes)}
+    write_shards(folder, tensors, 4 * limit)
+    found = open_folder(folder)
+    assert found.keys() == tensors.keys() and all(torch.equal(found[n].floats(), t) for n, t in tensors.items())
+    files = [[t.nbytes for _, t in sorted(load_file(f).items(), key=lambda x: int(x[0][1:]))] for f in sorted(folder.glob('*.safetensors'))]
+    assert all(sum(f) <= 4 * limit or len(f) == 1 for f in files)
+    assert all(sum(a) + b[0] > 4 * limit for a, b in zip(files, files[1:])) or len(files) == 1
+    if len(files) > 1: assert json.loads((folder/'model.safetensors.index.json').read_text())['metadata']['total_size'] == 4 * sum(sizes)
+
+def test_numbers_too_large_for_half_precision(tmp_path):
+    model = make(LLAMA_TINY)
+    model.layers[0].up.weight[60, 3] = 7e4
+    with pytest.raises(WeightsError, match='model.layers.0.mlp.up_proj.weight has 70000, more than F16 can hold'):
+        save_hf(model, ByteTokenizer(), tmp_path/'x', dtype='F16')
+    assert not (tmp_path/'x').exists()
+    with pytest.raises(WeightsError, match="dtype='F8' is not supported: written are 'F32', 'F16', 'BF16'"): save_hf(model, ByteTokenizer(), tmp_path/'x', dtype='F8')
+    model.layers[0].up.weight[60, 3] = float('nan')
+    assert load_hf(save_hf(model, ByteTokenizer(), tmp_path/'x', dtype='F16')).layers[0].up.weight.isnan().sum() == 1
+
+def test_chat_templates(tmp_path):
+    template = "{% for m in messages %}<|{{ m.role }}|>\r\n{{ m.content }}{% endfor %}é"
+    save_hf(make(LLAMA_TINY), ByteTokenizer(), tmp_path/'x', chat_template=template)
+    assert load_model(tmp_path/'x').chat_template == template
+    (tmp_path/'x'/'tokenizer_config.json').write_text(json.dumps(dict(chat_template='another')))
+    assert load_model(tmp_path/'x').chat_template == template
+    (tmp_path/'x'/'chat_template.jinja').unlink()
+    assert load_model(tmp_path/'x').chat_template == 'another'
+    for found, wanted in {'[{"name": "tools", "template": "a"}, {"name": "default", "template": "b"}]': 'b', '[]': None, 'null': None}.items():
+        (tmp_path/'x'/'tokenizer_config.json').write_text(f'{{"chat_template": {found}}}')
+        assert load_model(tmp_path/'x').chat_template == wanted
+    (tmp_path/'x'/'tokenizer_config.json').write_text('{"chat_template": 7}')
+    with pytest.raises(WeightsError, match='chat_template is a int, not text'): load_model(tmp_path/'x')
 
 def test_they_read_our_tokenizer(hf, tmp_path):
     tokenizer = BPETokenizer.train(['the cat and the hat'], 270)
@@ -158,7 +246,7 @@ def test_they_read_our_tokenizer(hf, tmp_path):
     assert json.loads((tmp_path/'ours'/'config.json').read_text())['eos_token_id'] == tokenizer.eos_token_id == 0
     assert load_model(tmp_path/'ours').tokenizer.eos_token_id == 0
 
-@pytest.mark.parametrize('name', ['gpt2', 'gpt2 untied', 'llama tied', 'llama biases'])
+@pytest.mark.parametrize('name', ['gpt2', 'gpt2 untied', 'llama tied', 'llama biases', 'qwen2', 'qwen3'])
 def test_their_shards(hf, tmp_path, name):
     maker, config = THEIRS[name]
     theirs = maker(hf, **config)
@@ -185,10 +273,11 @@ def test_layers_without_a_head(hf, tmp_path):
 
 # ---- the table
 @given(st.integers(1, 3), st.sampled_from([(1, 1), (2, 1), (4, 2), (4, 4), (6, 3)]), st.sampled_from([2, 6]), st.booleans(), st.booleans(),
-       st.sampled_from(['gpt2', 'llama', 'minigpt']))
+       st.sampled_from(['gpt2', 'llama', 'qwen2', 'qwen3', 'minigpt']))
 def test_pieces_cover_each_row_once(n_layer, heads, head_dim, bias, tie_head, family):
-    n_head, n_kv_head = heads if family == 'llama' else (heads[0], heads[0])
-    dials = dict(position='rope', norm='rms', activation='swiglu') if family == 'llama' else {}
+    n_head, n_kv_head = heads if family != 'gpt2' else (heads[0], heads[0])
+    dials = dict(position='rope', norm='rms', activation='swiglu') if family not in ('gpt2', 'minigpt') else {}
+    dials |= dict(qwen2=dict(qkv_bias=not bias), qwen3=dict(qk_norm=True), minigpt=dict(qk_norm=bias)).get(family, {})
     config = GPTConfig(11, max_seq_len=5, n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, n_embd=n_head * head_dim, ffn_dim=7, bias=bias,
                        tie_head=tie_head, **dials)
     model = empty_model(config)
@@ -205,10 +294,11 @@ def test_pieces_cover_each_row_once(n_layer, heads, head_dim, bias, tie_head, fa
             assert p.name.startswith('x.') != p.name.startswith(('lm_head', 'head'))
 
 def test_families_name_every_module_once():
-    for family in (GPT2, LLAMA):
+    for family in FAMILIES.values():
         theirs = [m for parts in family.modules.values() for m in parts]
         assert len(theirs) == len(set(theirs))
     assert set(GPT2.modules) - set(LLAMA.modules) == {'pos_embed'} and set(LLAMA.modules) < set(GPT2.modules)
+    assert QWEN2.modules == LLAMA.modules and set(QWEN3.modules) - set(LLAMA.modules) == {'layers.N.q_norm', 'layers.N.k_norm'}
 
 def test_layers_beyond_nine(tmp_path):
     config = replace(LLAMA_TINY, n_layer=12, n_embd=8, head_dim=2, ffn_dim=5)
@@ -216,24 +306,66 @@ def test_layers_beyond_nine(tmp_path):
     again = load_hf(save_hf(model, ByteTokenizer(), tmp_path/'x'))
     assert torch.equal(again(IDS), model(IDS))
 
-def test_empty_model_draws_nothing():
+def test_an_empty_model_loads_no_compiler():
+    "Drawing on the meta device would: two seconds and 64 MB"
+    code = """
+import sys
+from minigpt.model import GPTConfig
+from minigpt.weights import empty_model
+model = empty_model(GPTConfig(100, n_layer=1, n_head=2, n_embd=8, position='rope', rope_factor=8.0, norm='rms', qk_norm=True))
+print(all(p.is_meta for p in model.parameters()), 'torch._dynamo' in sys.modules)"""
+    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120, check=True).stdout.split() == ['True', 'False']
+
+def test_empty_models_are_empty():
     before = torch.get_rng_state()
     model = empty_model(replace(LLAMA_TINY, tie_head=False, bias=True))
     assert torch.equal(torch.get_rng_state(), before)
-    assert model.state_dict().keys() == GPT(model.config).state_dict().keys()
     reference = GPT(model.config)
+    assert {n: t.shape for n, t in model.state_dict().items()} == {n: t.shape for n, t in reference.state_dict().items()}
+    assert all(p.is_meta for p in model.parameters())
     for name, buffer in reference.named_buffers(): assert torch.equal(buffer, model.get_buffer(name))
-    with NoDraws(): assert torch.zeros(2).normal_().tolist() == [0, 0]
-    assert torch.zeros(2).normal_().tolist() != [0, 0]
+
+@pytest.mark.parametrize('name', OURS)
+def test_filled_layer_by_layer(tmp_path, name):
+    "Modules that somebody has replaced are passed over; the others get the same bits as all at once"
+    ours = make(OURS[name])
+    save_hf(ours, ByteTokenizer() if ours.config.vocab_size > 99 else CharTokenizer('ab'), tmp_path/'x')
+    whole, opened = load_hf(tmp_path/'x'), open_model(tmp_path/'x')
+    assert all(p.is_meta for p in opened.model.parameters())
+    for i, layer in enumerate(opened.model.layers):
+        parts = opened.stored.parts(f'layers.{i}.up.weight')
+        assert torch.equal(torch.cat([p.floats() for p in parts]), ours.layers[i].up.weight) and {p.kind for p in parts} == {'F32'}
+        layer.up = torch.nn.Identity()
+        opened.stored.fill(layer, f'layers.{i}.')
+        assert not any(p.is_meta for p in layer.parameters())
+    assert opened.model.norm.weight.is_meta
+    opened.stored.fill(opened.model)
+    for key, t in model_tensors(opened.model).items(): assert torch.equal(t, whole.state_dict()[key]), key
+    assert len(model_tensors(whole)) - len(model_tensors(opened.model)) == len(opened.model.layers) * (2 if whole.config.bias else 1)
+    assert (opened.model.head.weight is opened.model.embed.weight) == whole.config.tie_head
+    assert not any(p.requires_grad for p in opened.model.parameters())
 
 
 # ---- config.json
+LLAMA3 = dict(rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+
 @pytest.mark.parametrize('changes, message', [
-    ({'model_type': 'mistral'}, "model_type='mistral' is not supported: this version reads 'gpt2', 'llama'"),
+    ({'model_type': 'mistral'}, "model_type='mistral' is not supported: this version reads 'gpt2', 'llama', 'qwen2', 'qwen3'"),
     ({'model_type': None}, 'model_type=None is not supported'),
     ({'hidden_act': 'gelu'}, "hidden_act='gelu' is not supported: this version reads 'silu'"),
-    ({'rope_scaling': {'rope_type': 'llama3', 'factor': 8.0}}, "rope_scaling.rope_type='llama3' is not supported: this version reads 'default'"),
-    ({'rope_scaling': {'type': 'linear', 'factor': 2.0}}, "rope_scaling.rope_type='linear'"),
+    ({'rope_scaling': {'rope_type': 'llama3', 'factor': 8.0}}, "rope_scaling.low_freq_factor is missing"),
+    ({'rope_scaling': LLAMA3 | {'factor': 0.5}}, "rope_factor=0.5 must be at least 1"),
+    ({'rope_scaling': LLAMA3 | {'factor': 'eight'}}, "rope_factor='eight' must be positive and finite"),
+    ({'rope_scaling': LLAMA3 | {'low_freq_factor': 5.0}}, "rope_low_freq_factor=5.0 must be below rope_high_freq_factor=4.0"),
+    ({'rope_scaling': LLAMA3 | {'original_max_position_embeddings': 0.5}}, "rope_original_max_seq_len=0.5 must be an integer"),
+    ({'rope_scaling': LLAMA3 | {'attention_factor': 1.1}}, "rope_scaling: the key='attention_factor' is not supported"),
+    ({'rope_scaling': LLAMA3, 'rope_parameters': {'rope_theta': 1e4}}, "is not rope_parameters="),
+    ({'rope_parameters': {'full_attention': {'rope_theta': 1e4}}}, "rope_parameters: the key='full_attention'"),
+    ({'rope_scaling': {'type': 'linear', 'factor': 2.0}}, "rope_scaling.rope_type='linear' is not supported: this version reads 'default', 'llama3'"),
+    ({'rope_interleaved': True}, 'rope_interleaved=True is not supported'),
+    ({'tie_word_embeddings': 'yes'}, "tie_word_embeddings='yes' is not supported"),
+    ({'attention_bias': 'no'}, "attention_bias='no' is not supported"),
+    ({'max_position_embeddings': 10**9}, 'max_seq_len=1000000000: 64000000000 bytes of angles, at most 67108864'),
     ({'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4}}, "rope_parameters.rope_type='yarn'"),
     ({'rope_parameters': {'partial_rotary_factor': 0.5}}, 'rope_parameters.partial_rotary_factor=0.5'),
     ({'rope_parameters': 7}, 'rope_parameters=7 must be an object'),
@@ -244,11 +376,15 @@ def test_empty_model_draws_nothing():
     ({'hidden_size': None}, 'hidden_size is missing'),
     ({'num_key_value_heads': 3}, 'n_head=4 must be a multiple of n_kv_head=3'),
     ({'num_hidden_layers': '2'}, "n_layer='2' must be an integer"),
-    ({'rms_norm_eps': 'small'}, "not supported between"),
-    ({'rope_theta': -1}, 'rope_theta=-1 must be positive'),
+    ({'rms_norm_eps': 'small'}, "norm_eps='small' must be positive and finite"),
+    ({'rms_norm_eps': True}, "norm_eps=True must be positive and finite"),
+    ({'rope_theta': 10**400}, "rope_theta=inf must be positive and finite"),
+    ({'num_attention_heads': '4'}, "n_head='4' must be an integer of at least 1"),
+    ({'num_attention_heads': 0}, "n_head=0 must be an integer of at least 1"),
+    ({'rope_theta': -1}, 'rope_theta=-1.0 must be positive'),
     ({'num_hidden_layers': 10**9}, '1000000000 layers, only 20 tensors'),
-    ({'vocab_size': 10**13}, 'no room for this model'),
-    ({'vocab_size': 10**30}, 'no room for this model'),
+    ({'vocab_size': 10**13}, 'model.embed_tokens.weight is (256, 32), the config needs (10000000000000, 32)'),
+    ({'vocab_size': 10**30}, 'no machine has room for this model'),
     ({'intermediate_size': 57}, 'model.layers.0.mlp.gate_proj.weight is (56, 32), the config needs (57, 32)'),
     ({'num_key_value_heads': 4}, 'model.layers.0.self_attn.k_proj.weight is (16, 32), the config needs (32, 32)'),
     ({'num_hidden_layers': 1}, 'unexpected tensor model.layers.1.input_layernorm.weight and 8 more'),
@@ -259,10 +395,28 @@ def test_llama_configs_that_are_refused(tmp_path, llama, changes, message):
     content, tensors = llama
     with pytest.raises(WeightsError) as e: load_hf(write(tmp_path/'x', content | changes, tensors))
     assert message in str(e.value)
-    assert str(tmp_path/'x') in str(e.value) or 'no room' in message
+    assert str(tmp_path/'x') in str(e.value) or 'room' in message or 'angles' in message
+
+@pytest.mark.parametrize('config, changes, message', [
+    (QWEN2_TINY, {'use_sliding_window': True}, 'use_sliding_window=True is not supported: this version reads False'),
+    (QWEN2_TINY, {'layer_types': ['full_attention', 'sliding_attention']}, "layer_types='sliding_attention' is not supported: this version reads 'full_attention'"),
+    (QWEN2_TINY, {'layer_types': 7}, "layer_types=7 is not supported: this version reads 'full_attention'"),
+    (QWEN2_TINY, {'attention_bias': False}, 'attention_bias=False is not supported: this version reads True'),
+    (QWEN2_TINY, {'num_key_value_heads': None}, 'num_key_value_heads is missing'),
+    (QWEN2_TINY, {'model_type': 'llama', 'attention_bias': None}, 'unexpected tensor model.layers.0.self_attn.k_proj.bias and 5 more'),
+    (QWEN2_TINY, {'model_type': 'qwen3', 'attention_bias': False, 'head_dim': 8}, '4 of 24 tensors missing, first model.layers.0.self_attn.q_norm.weight'),
+    (QWEN3_TINY, {'attention_bias': True}, 'attention_bias=True is not supported: this version reads False'),
+    (QWEN3_TINY, {'head_dim': None}, 'q_proj.weight is (64, 32), the config needs (512, 32)'),
+    (QWEN3_TINY, {'rope_parameters': {'rope_type': 'yarn', 'factor': 4.0}, 'rope_scaling': None}, "rope_parameters.rope_type='yarn'"),
+    (QWEN3_TINY, {'hidden_act': 'gelu'}, "hidden_act='gelu'"),
+])
+def test_qwen_configs_that_are_refused(tmp_path, config, changes, message):
+    content, tensors = stored(tmp_path/'y', config)
+    with pytest.raises(WeightsError) as e: load_hf(write(tmp_path/'x', content | changes, tensors))
+    assert message in str(e.value)
 
 @pytest.mark.parametrize('changes, message', [
-    ({'activation_function': 'relu'}, "activation_function='relu' is not supported: this version reads 'gelu_new', 'gelu', 'gelu_pytorch_tanh'"),
+    ({'activation_function': 'relu'}, "activation_function='relu' is not supported: this version reads 'gelu_pytorch_tanh', 'gelu_new', 'gelu'"),
     ({'scale_attn_weights': False}, 'scale_attn_weights=False is not supported: this version reads True'),
     ({'scale_attn_by_inverse_layer_idx': True}, 'scale_attn_by_inverse_layer_idx=True'),
     ({'add_cross_attention': True}, 'add_cross_attention=True'),
@@ -288,13 +442,17 @@ def test_what_absent_keys_mean():
     assert (config.n_kv_head, config.head_dim, config.rope_theta, config.norm_eps, config.tie_head, config.bias) == (9, 64, 10000, 1e-6, False, False)
 
 @pytest.mark.parametrize('config, message', [
-    (replace(GPT2_TINY, norm='rms'), "norm='rms' is not supported: position='learned' makes it a gpt2, which has 'layer'"),
-    (replace(GPT2_TINY, activation='swiglu'), "activation='swiglu' is not supported: position='learned' makes it a gpt2, which has 'gelu_tanh', 'gelu'"),
-    (replace(GPT2_TINY, n_kv_head=2), "n_kv_head=2 is not supported: position='learned' makes it a gpt2, which has 4"),
-    (replace(GPT2_TINY, head_dim=16), "head_dim=16 is not supported: position='learned' makes it a gpt2, which has 8"),
-    (replace(LLAMA_TINY, norm='layer'), "norm='layer' is not supported: position='rope' makes it a llama, which has 'rms'"),
-    (replace(LLAMA_TINY, activation='gelu'), "activation='gelu' is not supported: position='rope' makes it a llama, which has 'swiglu'"),
+    (replace(GPT2_TINY, norm='rms'), "norm='rms' is not supported: a gpt2 has 'layer'"),
+    (replace(GPT2_TINY, activation='swiglu'), "activation_function='swiglu' is not supported: this version reads 'gelu_pytorch_tanh', 'gelu_new', 'gelu'"),
+    (replace(GPT2_TINY, n_kv_head=2), "n_kv_head=2 is not supported: a gpt2 has 4"),
+    (replace(GPT2_TINY, head_dim=16), "head_dim=16 is not supported: a gpt2 has 8"),
+    (replace(LLAMA_TINY, norm='layer'), "norm='layer' is not supported: a llama has 'rms'"),
+    (replace(LLAMA_TINY, activation='gelu'), "activation='gelu' is not supported: a llama has 'swiglu'"),
     (replace(LLAMA_TINY, n_embd=30, head_dim=8), 'n_embd=30: a llama has a multiple of n_head=4'),
+    (replace(GPT2_TINY, qk_norm=True), "qk_norm=True is not supported: a gpt2 has False"),
+    (replace(QWEN3_TINY, bias=True), 'bias=True is not supported: a qwen3 has False'),
+    (replace(QWEN3_TINY, qkv_bias=True), 'qkv_bias=True is not supported: a qwen3 has False'),
+    (replace(QWEN2_TINY, activation='gelu'), "activation='gelu' is not supported: a qwen2 has 'swiglu'"),
 ])
 def test_configs_that_neither_family_has(tmp_path, config, message):
     with pytest.raises(WeightsError) as e: save_hf(make(config), ByteTokenizer(), tmp_path/'x')
@@ -303,17 +461,20 @@ def test_configs_that_neither_family_has(tmp_path, config, message):
 def test_every_field_is_written_or_refused():
     "Change each field of a config: it comes back, or it is refused; nothing is forgotten but what the docs say"
     other = dict(vocab_size=300, max_seq_len=30, n_layer=3, n_head=8, n_embd=64, n_kv_head=1, head_dim=10, ffn_dim=60, position=None, norm=None, activation='gelu',
-                 bias=None, tie_head=None, rope_theta=77.0, norm_eps=0.5, dropout=0.1)
+                 bias=None, tie_head=None, rope_theta=77.0, norm_eps=0.5, dropout=0.1, qkv_bias=True, qk_norm=None, rope_factor=2.0,
+                 rope_low_freq_factor=0.5, rope_high_freq_factor=3.0, rope_original_max_seq_len=77)
     assert other.keys() == {f.name for f in fields(GPTConfig)}
     forgotten = set()
-    for base in (GPT2_TINY, LLAMA_TINY):
+    for base in (GPT2_TINY, replace(GPT2_TINY, bias=False), LLAMA_TINY, QWEN2_TINY, QWEN3_TINY, LLAMA3_TINY):
         for field, value in other.items():
             if value is None: value = {'position': 'rope', 'learned': 'rope', 'layer': 'rms', 'rms': 'layer', True: False, False: True}.get(getattr(base, field), 'learned')
-            config = replace(base, **{field: value})
-            try: again = config_from_hf(config_to_hf(config))
-            except WeightsError: continue
-            if again != config: forgotten.add((base.position, field))
-    assert forgotten == {('learned', 'bias'), ('learned', 'rope_theta'), ('learned', 'dropout'), ('rope', 'dropout')}
+            try:
+                config = replace(base, **{field: value})
+                again = config_from_hf(config_to_hf(config))
+            except ValueError: continue
+            lost = {f.name for f in fields(GPTConfig) if getattr(again, f.name) != getattr(config, f.name)}
+            if lost: forgotten |= {(base.position, base.rope_factor != 1, f) for f in lost}
+    assert forgotten == {('learned', False, f) for f in ('bias', 'qkv_bias', 'dropout')} | {('rope', stretched, 'dropout') for stretched in (False, True)}
 
 
 # ---- files that are not whole, or say something else
@@ -464,7 +625,8 @@ def write_run(run, config, updates=(1, 2), tokenizer=None):
     return run
 
 @pytest.mark.parametrize('config', [GPT2_TINY, LLAMA_TINY, replace(LLAMA_TINY, norm='layer', bias=True, tie_head=False, activation='gelu'),
-                                    replace(GPT2_TINY, dropout=0.3, bias=False, n_kv_head=1)])
+                                    replace(GPT2_TINY, dropout=0.3, bias=False, n_kv_head=1), QWEN2_TINY, QWEN3_TINY, LLAMA3_TINY,
+                                    replace(GPT2_TINY, qk_norm=True)])
 def test_runs_and_checkpoints(tmp_path, config):
     run = write_run(tmp_path/'my run', config)
     loaded = load_model(str(run))
@@ -512,8 +674,8 @@ def test_paths_that_hold_no_model(tmp_path, llama):
     (tmp_path/'some.gguf').write_bytes(b'GGUF')
     (tmp_path/'notes.txt').write_text('hello')
     (tmp_path/'empty').mkdir()
-    for name, message in {'nowhere': 'there is no such file or folder', 'nowhere.gguf': 'there is no such file or folder', 'some.gguf': 'GGUF is not supported yet',
-                          'notes.txt': 'is a file, not a folder with a model', 'empty': 'has no checkpoints/, state.json or config.json'}.items():
+    for name, message in {'nowhere': 'there is no such file or folder', 'nowhere.gguf': 'there is no such file or folder', 'some.gguf': 'the version needs 4 bytes, 0 are left',
+                          'notes.txt': 'is a file, neither a .gguf nor a folder with a model', 'empty': 'has no checkpoints/, state.json or config.json'}.items():
         with pytest.raises(WeightsError) as e: load_model(tmp_path/name)
         assert str(e.value).startswith(str(tmp_path/name)) and message in str(e.value)
     with pytest.raises(WeightsError, match='tokenizer.json: there is no such file'): load_model(write(tmp_path/'x', *llama))
