@@ -454,15 +454,16 @@ def numba_report() -> dict:
         return dict(available=False, reason=f'{type(error).__name__}: {error}')
 
 # %% ../nbs/18_bench.ipynb #069c592c
-def kernels_report(threads: int) -> dict:
-    "Which kernels are in use and why, whether tiles of 8 rows agree, and what the probe found about the models that were loaded"
+def kernels_report() -> dict:
+    "Which kernels are in use and why, and whether rows of a linear have the same bits in batches of 1 to 17, in other places"
     try:
-        from minigpt.kernels import TiledLinear, agreeing_buckets, kernel_choice, machine_key, probe_file, read_probes, verdict_text
-        choice, agree = kernel_choice(), agreeing_buckets(TiledLinear(nn.Linear(576, 1536)), (8,))
-        report = dict(linears=choice.linears, attention=choice.attention, reason=choice.reason, tiles_agree=agree == (8,))
-        if choice.linears == 'torch': return report | dict(probed='nothing: only oneDNN is probed')
-        found = {shape: verdict_text(v) for shape, v in read_probes().get(machine_key(threads), {}).items()}
-        return report | dict(probe_file=str(probe_file()), probed=found or f'nothing yet with {threads} threads; loading a model does it')
+        from minigpt.kernels import PackedLinear, TiledLinear, kernel_choice
+        choice, random = kernel_choice(), torch.Generator().manual_seed(0)
+        w, x = (torch.randn(n, 96, generator=random) for n in (77, 17))
+        linear = (TiledLinear if choice.kernels == 'torch' else PackedLinear)(w.numpy())
+        together = linear(x)
+        agree = all(torch.equal(linear(x[rows]), together[rows]) for m in range(1, 18) for rows in (slice(m), slice(17 - m, 17)))
+        return dict(kernels=choice.kernels, reason=choice.reason, rows_agree=agree)
     except Exception as error: return dict(available=False, reason=f'{type(error).__name__}: {error}')
 
 def available_memory_gb() -> float | None:
@@ -480,7 +481,7 @@ def doctor(
     threads = threads or torch.get_num_threads()
     report = dict(minigpt=version('minigpt-stack'), machine=machine_identity(), cpu_capability=torch.backends.cpu.get_cpu_capability(),
                   threads=threads, load_average=load_average(), available_memory_gb=available_memory_gb(),
-                  numba=numba_report(), kernels=kernels_report(threads))
+                  numba=numba_report(), kernels=kernels_report())
     if measure:
         roofs = report['roofs'] = measure_roofs(threads)
         report['predicted_fp32'] = {name: predict(preset_config(name), 4, roofs['bandwidth_gb_s'], roofs['gemm_gflop_s'])
@@ -497,7 +498,7 @@ def doctor_text(report: dict, indent: int = 0) -> str:
 
 # %% ../nbs/18_bench.ipynb #9da529c7
 def time_linears(
-    kind: str,  # `plain` for `F.linear`, `packed` for oneDNN's packed weights
+    kind: str,  # `plain` for `F.linear`, `packed` for ours in panels
     preset: str,  # Whose linears: all of them, so that no cache can hold them
     rows: int,  # Tokens in the batch
     threads: int,
@@ -510,7 +511,7 @@ def time_linears(
     for linear in linears: nn.init.constant_(linear.weight, 0.01)
     if kind == 'packed':
         from minigpt.kernels import PackedLinear
-        linears = [PackedLinear(linear) for linear in linears]
+        linears = [PackedLinear(linear.weight.detach().numpy()) for linear in linears]
     inputs = [torch.ones(rows, m.in_features) for m in shapes]
     times = []
     with torch_threads(threads), torch.inference_mode():

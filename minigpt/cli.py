@@ -230,30 +230,31 @@ def trace_to(path: str | None):
     from minigpt.stepper import TraceWriter
     with TraceWriter(path, lambda e: say(f"the trace ends here: {path}: {e.strerror}")) as write: yield write
 
-def traced_engine(loaded, settings, on_record: Callable[[dict], None] | None, model: str):
+def traced_engine(opened, settings, on_record: Callable[[dict], None] | None, model: str):
     "An engine whose lines, beginning with the header, go to `on_record` if there is one"
     from minigpt.data import machine_identity
     from minigpt.engine import Engine, header_line
     from minigpt.kernels import prepare_for_inference
     from minigpt.weights import weights_fingerprint
-    fingerprint = weights_fingerprint(loaded.model) if on_record else None
-    engine = Engine(prepare_for_inference(loaded.model, settings.dtype), loaded.tokenizer, settings, on_record)
+    fingerprint = weights_fingerprint(opened.model, opened.stored) if on_record else None
+    engine = Engine(prepare_for_inference(opened.model, settings.dtype, opened.stored), opened.tokenizer, settings, on_record)
     if on_record: on_record(header_line(engine, model, fingerprint, machine_identity()))
     return engine
 
 def run_serve(args: argparse.Namespace) -> int:
     "`minigpt serve`: answers over HTTP until Ctrl-C or SIGTERM"
     from minigpt.engine import EngineConfig
-    from minigpt.kernels import set_threads
+    from minigpt.kernels import set_threads, warm_up
     from minigpt.runner import EngineRunner
     from minigpt.server import create_app, serve_forever
-    from minigpt.weights import load_model
-    settings, loaded = EngineConfig(**given(args, EngineConfig)), load_model(args.model)
-    set_threads(settings.threads)  # the linears are probed with as many as will run
+    from minigpt.weights import open_model
+    settings, loaded = EngineConfig(**given(args, EngineConfig)), open_model(args.model)
+    set_threads(settings.threads)
     if args.host not in ('127.0.0.1', 'localhost', '::1'):
         say(f'warning: {args.host} can be reached by other machines, and this server asks nobody who they are')
     with trace_to(args.trace) as on_record:
         engine = traced_engine(loaded, settings, on_record, args.model)
+        warm_up(engine.model, settings.kv_dtype, say)
         with EngineRunner(engine, engine.set_threads) as runner:
             app = create_app(runner, loaded.tokenizer, loaded.name, engine.model_config.max_seq_len)
             def ready(url):
@@ -306,16 +307,16 @@ def run_replay(args: argparse.Namespace) -> int:
     "`minigpt replay`: a recorded run again, and what is different; exit code 1 if an answer is"
     from minigpt.engine import EngineConfig, replay
     from minigpt.kernels import prepare_for_inference, set_threads
-    from minigpt.weights import load_model, weights_fingerprint
+    from minigpt.weights import open_model, weights_fingerprint
     trace, changes = open_trace(args.file), given(args, EngineConfig)
     header = trace.header or {}
     path = args.model or header.get('model')
     if path is None: raise UsageError(f'{args.file} names no model; give one with --model')
-    loaded, settings = load_model(path), header.get('settings', {}) | changes
-    if (found := weights_fingerprint(loaded.model)) != header.get('fingerprint', found):
+    opened, settings = open_model(path), header.get('settings', {}) | changes
+    if (found := weights_fingerprint(opened.model, opened.stored)) != header.get('fingerprint', found):
         say(f"warning: {path} has other weights than the trace was made with")
     set_threads(settings.get('threads'))
-    result = replay(trace, prepare_for_inference(loaded.model, settings.get('dtype', 'fp32')), loaded.tokenizer, **changes)
+    result = replay(trace, prepare_for_inference(opened.model, settings.get('dtype', 'fp32'), opened.stored), opened.tokenizer, **changes)
     for line in result.differences: print(line)
     print(f"{result.num_requests} requests, {result.num_tokens} tokens in {result.num_steps} steps: " +
           (f'{len(result.differences)} answers are different' if result.differences else 'each token and each logit as recorded'))

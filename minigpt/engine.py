@@ -9,6 +9,7 @@ __all__ = ['EngineConfig', 'engine_config', 'scheduler_limits', 'pool_size', 'fl
            'drawn_by', 'differences']
 
 # %% ../nbs/15_engine.ipynb #f89fbb3c
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 import torch
 
 # %% ../nbs/15_engine.ipynb #59e61515
-from .kernels import PagedKVCache, prepare_for_inference, set_threads
+from .kernels import BITS, KV_DTYPES, PagedKVCache, load_for_inference, prepare_for_inference, set_threads, warm_up
 from .kv_cache import Choice, check_prompt, kv_bytes_per_token
 from .model import GPT, GPTConfig
 from .paging import BlockPool, blocks_needed
@@ -25,13 +26,13 @@ from .sampling import BadLogits, SamplingParams, TokenLogprobs, check_token_ids
 from .scheduler import RECORD_VERSION, Limits, QueueFull, Request, Scheduler, StepPlan, StepRecord, check_fits
 from .stepper import Trace
 from .tokenizer import Tokenizer
-from .weights import load_model
 
 # %% ../nbs/15_engine.ipynb #3c7f25c6
 @dataclass(frozen=True)
 class EngineConfig:
     "The settings of an engine; raises `ValueError` for a value out of range"
-    dtype: str = 'fp32'  # Of the weights
+    dtype: str = 'fp32'  # Of the weights: `fp32`, `int8` or `int4`
+    kv_dtype: str = 'fp32'  # Of keys and values: `fp32` or `bf16`
     block_size: int = 16  # Tokens per block
     num_blocks: int | None = None  # Size of the pool; default: a full context for each seat, but at most 1 GiB
     max_num_seqs: int = 16  # Seats: requests that run together
@@ -48,9 +49,11 @@ class EngineConfig:
     threads: int | None = None  # Default: what PyTorch chooses
 
     def __post_init__(self):
+        for name, known in (('dtype', BITS), ('kv_dtype', KV_DTYPES)):
+            if getattr(self, name) not in known: raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}")
         for f in fields(self):
             value, least = getattr(self, f.name), 0 if f.name in ('watermark_blocks', 'max_records') else 1
-            if value is None and f.default is None or f.name == 'dtype': continue
+            if value is None and f.default is None or f.type == 'str' or f.type is str: continue
             if type(f.default) is bool:
                 if type(value) is not bool: raise ValueError(f"{f.name}={value!r} must be True or False")
             elif type(value) is not int or value < least: raise ValueError(f"{f.name}={value!r} must be a whole number of at least {least}")
@@ -76,7 +79,7 @@ def pool_size(
     "How many blocks a pool has: as set, or a full context for each seat within `max_bytes`, at least one full context"
     if settings.num_blocks is not None: return settings.num_blocks
     per_context = blocks_needed(config.max_seq_len, settings.block_size)
-    affordable = max_bytes // (kv_bytes_per_token(config) * settings.block_size)
+    affordable = max_bytes // (kv_bytes_per_token(config, KV_DTYPES[settings.kv_dtype].itemsize) * settings.block_size)
     return max(per_context, min(settings.max_num_seqs * per_context, affordable))
 
 # %% ../nbs/15_engine.ipynb #53dbc4b5
@@ -170,7 +173,7 @@ class Engine:
         self.model, self.tokenizer, self.model_config, self.config = model, tokenizer, model.config, config or EngineConfig()
         self.eos_token_id, s = tokenizer.eos_token_id, self.config
         pool = BlockPool(pool_size(s, model.config))
-        self.cache = PagedKVCache(model.config, pool.num_blocks, s.block_size)
+        self.cache = PagedKVCache(model.config, pool.num_blocks, s.block_size, s.kv_dtype)
         self.scheduler = Scheduler(pool, scheduler_limits(s, model.config.max_seq_len))
         self.answers: dict[str, Answer] = {}  # of requests that wait or run, by the scheduler's id
         self.records: deque[dict] = deque(maxlen=s.max_records)
@@ -345,14 +348,15 @@ class RequestOutput:
 class LLM:
     "A model for scripts: `LLM(MODEL).generate(prompts, params)`"
     def __init__(self,
-        model,  # A path that `load_model` takes, or a pair of a `GPT` (taken over) and a tokenizer
+        model,  # A path that `open_model` takes, or a pair of a `GPT` (taken over) and a tokenizer
         **options,  # Fields of `EngineConfig`
     ):
         settings = engine_config(**options)
-        if isinstance(model, tuple): gpt, tokenizer = model
-        else: loaded = load_model(model); gpt, tokenizer = loaded.model, loaded.tokenizer
+        if isinstance(model, tuple): gpt, tokenizer = prepare_for_inference(model[0], settings.dtype), model[1]
+        else: gpt, tokenizer = (loaded := load_for_inference(model, settings.dtype)).model, loaded.tokenizer
         set_threads(settings.threads)
-        self.engine, self.num_requests = Engine(prepare_for_inference(gpt, settings.dtype), tokenizer, settings), 0
+        warm_up(gpt, settings.kv_dtype, lambda line: print(line, file=sys.stderr))
+        self.engine, self.num_requests = Engine(gpt, tokenizer, settings), 0
 
     def generate(self,
         prompts: str | list,  # Text, or token ids, or a list of either

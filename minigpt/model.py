@@ -120,10 +120,12 @@ class Layer(nn.Module):
         self.down = nn.Linear(c.ffn_dim, c.n_embd, bias=c.bias)
         self.activation = ACTIVATIONS[c.activation]
 
-    def forward(self, x: Tensor, turn, cache) -> Tensor:
-        "`x` is `(…, T, n_embd)`; `turn` gives queries and keys their position; `cache` answers attention"
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, cache) -> Tensor:
+        "`x` is `(…, T, n_embd)`; `rotation` has the cosines and sines of the `T` positions, if they are rotary; `cache` answers attention"
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(self.norm1(x)).split(self.sizes, dim=-1))
-        seen = cache.attend(self.index, turn(self.q_norm(q)), turn(self.k_norm(k)), v)  # (…, T, n_head, head_dim)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rotation: q, k = (rope(heads, *rotation) for heads in (q, k))
+        seen = cache.attend(self.index, q, k, v)  # (…, T, n_head, head_dim)
         x = x + self.drop(self.out(seen.flatten(-2)))
         return x + self.drop(self.down(self.activation(self.up(self.norm2(x)))))
 
@@ -157,14 +159,11 @@ class GPT(nn.Module):
         cache,  # Answers `attend(layer, q, k, v)`
     ) -> Tensor:  # `(…, T, n_embd)`
         "What the model thinks at each token, before the head"
-        x = self.embed(token_ids)
-        if self.config.position == 'learned':
-            x, turn = x + self.pos_embed(positions), lambda y: y
-        else:
-            cos, sin = self.cos[positions], self.sin[positions]
-            def turn(y): return rope(y, cos, sin)
+        x, rotation = self.embed(token_ids), None
+        if self.config.position == 'learned': x = x + self.pos_embed(positions)
+        else: rotation = self.cos[positions], self.sin[positions]
         if self.training and self.config.dropout: x = F.dropout(x, self.config.dropout)
-        for layer in self.layers: x = layer(x, turn, cache)
+        for layer in self.layers: x = layer(x, rotation, cache)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:  # `(…, n_embd)` → `(…, vocab_size)`

@@ -790,8 +790,9 @@ def load_model(
 # %% ../nbs/07_weights.ipynb #627c55b2
 def weights_fingerprint(
     model: GPT,  # Not yet prepared for inference
+    stored: StoredModel | None = None,  # Where its weights are, if it has none yet
 ) -> str:  # SHA-256, hexadecimal
     "A hash of the config, which says which weights there are, and of all weights"
     digest = hashlib.sha256(repr(model.config).encode())
-    for weight in model.parameters(): digest.update(weight.detach().contiguous().numpy())
+    for name, weight in model.named_parameters(): digest.update((stored.tensor(name) if weight.is_meta else weight.detach()).contiguous().numpy())
     return digest.hexdigest()

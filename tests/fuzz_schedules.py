@@ -4,7 +4,7 @@
 
 Workload `i` is made from the seed plus `i` and nothing else. Random parameters, choices, priorities, keys, salts and deadlines;
 random engines, with pools that barely do; random arrivals; others are aborted, preempted and their prefixes forgotten. Both
-families, both sets of kernels, one thread and two. Prints what happened, and fails if something never did; a failure prints the
+families, both sets of kernels, weights of 32, 8 and 4 bits, keys and values of 32 and 16, one thread and two. Prints what happened, and fails if something never did; a failure prints the
 command that repeats it.
 """
 import argparse
@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from unittest.mock import patch
@@ -32,9 +33,9 @@ FAMILIES = {'llama': LLAMA, 'gpt2': GPT2, 'odd llama': LLAMA | ODD | dict(n_kv_h
 
 
 @lru_cache(None)
-def ready(name, wish):
+def ready(name, wish, dtype):
     "A prepared toy model; the environment must hold the same wish"
-    return prepare_for_inference(copy.deepcopy(toy_model(**FAMILIES[name])))
+    return prepare_for_inference(copy.deepcopy(toy_model(**FAMILIES[name])), dtype)
 
 
 def random_settings(rng, requests, max_seq_len):
@@ -100,9 +101,13 @@ def one_workload(seed):
     requests = workload(rng.randint(4, 14), seed=rng.randrange(2**32))
     name, wish, num_threads = rng.choice(list(FAMILIES)), rng.choice(('auto', 'auto', 'torch')), rng.choice((1, 1, 2))
     happened.update({f'{name} workloads': 1, f'{wish} workloads': 1, f'workloads with {num_threads} threads': 1, 'requests': len(requests)})
+    dtype = 'fp32' if 'odd' in name else rng.choice(('fp32', 'int8', 'int4'))  # an odd width has no groups of 32
+    happened[f'{dtype} workloads'] += 1
     with patch.dict(os.environ, MINIGPT_KERNELS=wish):
         set_threads(1)
-        model = ready(name, wish)
+        model = ready(name, wish, dtype)
+        model.kv_dtype = rng.choice(('fp32', 'bf16'))  # what `alone` takes, too
+        happened[f'{model.kv_dtype} caches'] += 1
         wanted, wanted_rows = alone(model, requests)
         set_threads(num_threads)
         try: run(seed, rng, model, requests, wanted, wanted_rows, happened)
@@ -113,7 +118,8 @@ def one_workload(seed):
 def run(seed, rng, model, requests, wanted, wanted_rows, happened):
     "The workload in one engine, step by step, on a clock that counts steps"
     clock = Counter()
-    engine = Engine(model, TOKENIZER, random_settings(rng, requests, model.config.max_seq_len), clock=lambda: clock['steps'])
+    settings = replace(random_settings(rng, requests, model.config.max_seq_len), kv_dtype=model.kv_dtype)
+    engine = Engine(model, TOKENIZER, settings, clock=lambda: clock['steps'])
     queue, said, gone = rng.sample(range(len(requests)), len(requests)), silent(requests), set()
     pace, rates = rng.choice((0.1, 0.5, 2, 2)), dict(abort=rng.choice((0, 0, 0.01, 0.03)), force=rng.choice((0, 0.03, 0.2)), reset=rng.choice((0, 0.1)))
     late_share = rng.choice((0, 0, 0.2))

@@ -1,6 +1,7 @@
 """What a request says alone and in company, down to the bits of its logits: the harness of the tests of determinism"""
 import random
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 
@@ -59,7 +60,7 @@ def rows_kept():
 def alone(model, requests, block_size=16):
     "For each request what its choices say alone, and all rows of logits"
     with rows_kept() as rows:
-        said = [[told(generate(model, prompt, params, OneSequence(model.config, block_size), TOKENIZER, index=i)) for i in range(params.n)]
+        said = [[told(generate(model, prompt, params, OneSequence(model.config, block_size, getattr(model, 'kv_dtype', 'fp32')), TOKENIZER, index=i)) for i in range(params.n)]
                 for prompt, params in requests]
     return said, rows
 
@@ -78,6 +79,7 @@ def silent(requests): return [[([], '', [], None, None, None)] * params.n for _,
 
 def together(model, requests, config, arrive=None, order=None, before_step=None):
     "What the engine says to each request, and the rows; `arrive` of them come before each step (default: all before the first). Also the engine"
+    config = replace(config, kv_dtype=getattr(model, 'kv_dtype', 'fp32'))
     engine, queue, said = Engine(model, TOKENIZER, config), list(order or range(len(requests))), silent(requests)
     with rows_kept() as rows:
         while queue or engine.has_work:

@@ -338,22 +338,13 @@ def test_doctor_reports_what_is_missing(monkeypatch):
     for part in ('numba', 'kernels'):
         assert report[part]['available'] is False and 'Error' in report[part]['reason']
 
-def test_doctor_tells_which_kernels_and_what_the_probe_found(tmp_path, monkeypatch):
-    monkeypatch.setenv('MINIGPT_CACHE', str(tmp_path))
-    monkeypatch.setattr(kernels, 'kernel_choice', lambda: kernels.KernelChoice('onednn', 'numba', 'both are here'))
-    both = dict(linears='onednn', attention='numba', reason='both are here', tiles_agree=True, probe_file=str(tmp_path / 'probe.json'))
-    assert doctor(threads=2, measure=False)['kernels'] == both | dict(probed='nothing yet with 2 threads; loading a model does it')
-    kernels.keep_verdicts(kernels.machine_key(2), {'8 → 9': dict(tried=[1, 2, 4], agree=[2, 4]), '9 → 9': dict(tried=[1, 2], agree=[1, 2])})
-    kernels.keep_verdicts(kernels.machine_key(1), {'7 → 9': dict(tried=[1, 2, 4], agree=[])})
-    report = doctor(threads=2, measure=False)['kernels']
-    assert report == both | dict(probed={'8 → 9': 'packed, padded where 1 would be the batch size', '9 → 9': 'packed'})
-    assert doctor(threads=1, measure=False)['kernels']['probed'] == {'7 → 9': 'tiled: only 0 of 3 batch sizes agree'}
-    assert '  8 → 9  packed, padded where 1' in doctor_text(report)
-    monkeypatch.undo()
+def test_doctor_tells_which_kernels_and_whether_rows_agree(monkeypatch):
+    monkeypatch.delenv('MINIGPT_KERNELS', raising=False)
+    assert doctor(threads=2, measure=False)['kernels'] == dict(kernels='numba', reason='numba is here', rows_agree=True)
     monkeypatch.setenv('MINIGPT_KERNELS', 'torch')
-    assert doctor(threads=2, measure=False)['kernels'] == dict(linears='torch', attention='torch', reason='MINIGPT_KERNELS=torch asks for it', tiles_agree=True, probed='nothing: only oneDNN is probed')
+    assert doctor(threads=2, measure=False)['kernels'] == dict(kernels='torch', reason='MINIGPT_KERNELS=torch asks for it', rows_agree=True)
     monkeypatch.setattr(kernels.F, 'linear', lambda x, *args: x[:, :1] + torch.arange(len(x))[:, None])
-    assert doctor(threads=2, measure=False)['kernels']['tiles_agree'] is False
+    assert doctor(threads=2, measure=False)['kernels']['rows_agree'] is False
     monkeypatch.setenv('MINIGPT_KERNELS', 'fast')
     assert doctor(threads=2, measure=False)['kernels'] == dict(available=False, reason="ValueError: MINIGPT_KERNELS='fast' must be auto or torch")
 

@@ -4,10 +4,8 @@
     python -m pytest -m slow tests/test_determinism.py      the whole one
 """
 import copy
-import json
 import random
 import sys
-import threading
 from collections import Counter
 
 import fuzz_schedules
@@ -21,7 +19,7 @@ from same_bits import TOKENIZER, alone, force_out, num_events, together, workloa
 from minigpt import engine as engine_room
 from minigpt import kernels
 from minigpt.engine import Engine, EngineConfig
-from minigpt.kernels import OneSequence, PackedLinear, PagedKVCache, TiledLinear, linear_kinds, prepare_for_inference
+from minigpt.kernels import OneSequence, PagedKVCache, linear_kinds, prepare_for_inference
 from minigpt.kv_cache import generate
 from minigpt.sampling import SamplingParams
 
@@ -42,14 +40,16 @@ def plain_model(name): return toy_model(**DIALS[name] | dict(max_seq_len=CONTEXT
 
 @pytest.fixture(scope='module')
 def ready():
-    "Prepared models by family and choice of kernels, made when first asked for"
+    "Prepared models by family, choice of kernels and kinds of numbers, made when first asked for"
     made = {}
-    def get(name, wish):
-        if (name, wish) not in made:
+    def get(name, wish, dtype='fp32', kv_dtype='fp32'):
+        key = name, wish, dtype, kv_dtype
+        if key not in made:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv('MINIGPT_KERNELS', wish)
-                made[name, wish] = prepare_for_inference(copy.deepcopy(plain_model(name)))
-        return made[name, wish]
+                made[key] = prepare_for_inference(copy.deepcopy(plain_model(name)), dtype)
+            made[key].kv_dtype = kv_dtype  # what `alone` and `together` take
+        return made[key]
     return get
 
 
@@ -193,6 +193,33 @@ def test_the_matrix(ready, monkeypatch, axis, name, wish):
     check(axis, ready(name, wish), SMALL)
 
 
+MODES = [('int8', 'fp32'), ('int4', 'bf16'), ('fp32', 'bf16')]  # kinds of weights, and of keys and values
+
+
+@pytest.mark.parametrize('dtype, kv_dtype', MODES)
+@pytest.mark.parametrize('name', ['llama', 'gpt2'])
+@pytest.mark.parametrize('axis', AXES)
+def test_the_matrix_in_small_numbers(ready, axis, name, dtype, kv_dtype):
+    check(axis, ready(name, 'auto', dtype, kv_dtype), SMALL)
+
+
+@pytest.mark.parametrize('name', ['llama', 'gpt2'])
+def test_small_numbers_are_other_numbers(ready, name):
+    "If a mode gave fp32's rows, it would not be tested"
+    rows = {mode: alone(ready(name, 'auto', *mode), needles())[1] for mode in [('fp32', 'fp32'), *MODES]}
+    assert len({frozenset(r.items()) for r in rows.values()}) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('wish', ['auto', 'torch'])
+@pytest.mark.parametrize('dtype, kv_dtype', MODES)
+@pytest.mark.parametrize('name', ['llama', 'gpt2', 'wide llama'])
+@pytest.mark.parametrize('axis', AXES)
+def test_the_whole_matrix_in_small_numbers(ready, monkeypatch, axis, name, dtype, kv_dtype, wish):
+    monkeypatch.setenv('MINIGPT_KERNELS', wish)
+    check(axis, ready(name, wish, dtype, kv_dtype), FULL)
+
+
 @pytest.mark.parametrize('wish', ['auto', 'torch'])
 @pytest.mark.parametrize('name', BIG)
 @pytest.mark.parametrize('axis', ['batch', 'chunks', 'decoded'])
@@ -228,21 +255,28 @@ def test_plain_linears_of_real_width_break_the_promise(name):
 
 
 def test_plain_activations_break_the_promise(monkeypatch):
+    monkeypatch.setenv('MINIGPT_KERNELS', 'torch')
     monkeypatch.setattr(kernels, 'STEADY', {plain: plain for plain in kernels.STEADY})
     assert broken_axes(prepare_for_inference(plain_model('odd gpt2'))) == set(AXES)
 
 
 class FusedAttention(PagedKVCache):
     "PyTorch's fused attention, for all of a sequence's rows at once"
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.arrays = None  # or it would not be asked
+
     def attend(self, layer, q, k, v):
         keys, values, owners = self.keys[layer], self.values[layer], self.row_tables.tolist()
-        keys[self.slots], values[self.slots] = k, v
-        out, seen = torch.empty_like(q), self.slots_seen()
+        blocks, places = torch.tensor(self.tables[owners, self.positions // self.block_size]), torch.tensor(self.positions % self.block_size)
+        keys[blocks, :, :, places], values[blocks, :, places] = k, v
+        out = torch.empty(q.shape)
         for owner in sorted(set(owners)):
-            rows = [i for i, o in enumerate(owners) if o == owner]
-            past = seen[rows[-1]]
-            past_keys, past_values = (x[past].transpose(0, 1).repeat_interleave(q.shape[1] // keys.shape[1], 0)[None] for x in (keys, values))
-            mask = torch.tensor(self.positions[rows])[:, None] >= torch.arange(len(past))
+            rows, table = [i for i, o in enumerate(owners) if o == owner], self.tables[owner]
+            past = self.positions[rows[-1]] + 1
+            past_keys = keys[table].permute(1, 0, 3, 2).flatten(1, 2)[:, :past].repeat_interleave(q.shape[1] // keys.shape[1], 0)[None]
+            past_values = values[table].transpose(0, 1).flatten(1, 2)[:, :past].repeat_interleave(q.shape[1] // keys.shape[1], 0)[None]
+            mask = torch.tensor(self.positions[rows])[:, None] >= torch.arange(past)
             out[rows] = F.scaled_dot_product_attention(q[rows].transpose(0, 1)[None], past_keys, past_values, attn_mask=mask)[0].transpose(0, 1)
         return out
 
@@ -261,7 +295,7 @@ def test_random_schedules():
 
 
 def test_the_fuzzer_finds_a_broken_promise(monkeypatch):
-    monkeypatch.setattr(fuzz_schedules, 'prepare_for_inference', lambda model: model)
+    monkeypatch.setattr(fuzz_schedules, 'prepare_for_inference', lambda model, dtype: model)
     fuzz_schedules.ready.cache_clear()
     said = []
     with pytest.raises(AssertionError, match='workload 0, request .*: other logits'): fuzz(1, seed=0, tell=said.append)
@@ -284,7 +318,7 @@ def test_50_prompts_say_what_they_say_alone(prepared, name):
     assert min(events[name] for name in ('preempted', 'found', 'copied', 'evicted')) > 20, events
 
 
-# ---- the switch, the probe, and what it leaves on disk
+# ---- the switch
 @pytest.mark.parametrize('wish', ['numba', 'TORCH', '', 'auto '])
 def test_an_unknown_wish_is_refused_before_anything_changes(monkeypatch, wish):
     monkeypatch.setenv('MINIGPT_KERNELS', wish)
@@ -294,155 +328,21 @@ def test_an_unknown_wish_is_refused_before_anything_changes(monkeypatch, wish):
     with pytest.raises(ValueError, match='must be auto or torch'): PagedKVCache(model.config, 4, 4)
 
 
-def test_the_switch_calls_neither_onednn_nor_numba(monkeypatch):
+def test_the_switch_calls_no_numba(monkeypatch):
     "And a model and a cache keep what was chosen when they were made"
     monkeypatch.setenv('MINIGPT_KERNELS', 'torch')
     model, requests = prepare_for_inference(plain_model('llama')), needles()
     assert set(linear_kinds(model).values()) == {'TiledLinear'} and Engine(model, TOKENIZER).cache.kernels.reason == 'MINIGPT_KERNELS=torch asks for it'
-    monkeypatch.setattr(kernels, 'attend_rows', None)
+    for name in ('attend_rows', 'multiply', 'run_layers'): monkeypatch.setattr(kernels, name, None)
     monkeypatch.setitem(sys.modules, 'numba', None)  # importing it is an error now
     kernels.set_threads(1)
-    monkeypatch.setattr(PackedLinear, 'multiply', None)
     cache = OneSequence(model.config)
     monkeypatch.setenv('MINIGPT_KERNELS', 'auto')
     assert len(generate(model, *requests[0], cache, TOKENIZER).token_ids) == 6
 
 
-@pytest.mark.parametrize('missing, chosen, reason', [
-    (('oneDNN',), ('torch', 'numba'), 'without oneDNN'), (('numba',), ('onednn', 'torch'), 'without numba'),
-    (('oneDNN', 'numba'), ('torch', 'torch'), 'without oneDNN and numba'), ((), ('onednn', 'numba'), 'both are here')])
-def test_what_is_missing_is_made_up_for(monkeypatch, missing, chosen, reason):
+@pytest.mark.parametrize('missing, chosen', [(True, ('torch', 'without numba')), (False, ('numba', 'numba is here'))])
+def test_what_is_missing_is_made_up_for(monkeypatch, missing, chosen):
     monkeypatch.delenv('MINIGPT_KERNELS', raising=False)
-    monkeypatch.setattr(torch.backends.mkldnn, 'is_available', lambda: 'oneDNN' not in missing)
-    monkeypatch.setattr(kernels, 'njit', None if 'numba' in missing else kernels.njit or len)
-    assert kernels.kernel_choice() == kernels.KernelChoice(*chosen, reason)
-
-
-@pytest.fixture
-def probes(tmp_path, monkeypatch):
-    "A cache folder of its own, and the shapes that were probed since"
-    monkeypatch.setenv('MINIGPT_CACHE', str(tmp_path / 'cache'))
-    monkeypatch.setenv('MINIGPT_KERNELS', 'auto')
-    if kernels.kernel_choice().linears == 'torch': pytest.skip('without oneDNN there is nothing to probe')
-    probed, probe = [], kernels.agreeing_buckets
-    def counted(linear, buckets):
-        probed.append((linear.in_features, linear.out_features))
-        return probe(linear, buckets)
-    monkeypatch.setattr(kernels, 'agreeing_buckets', counted)
-    return probed
-
-
-SHAPES = [(32, 64), (32, 32), (32, 256), (128, 32)]
-
-
-def test_a_second_load_probes_nothing(probes, monkeypatch):
-    first = linear_kinds(prepare_for_inference(plain_model('llama')))
-    assert probes == SHAPES
-    again = prepare_for_inference(plain_model('llama'))
-    assert linear_kinds(again) == first and probes == SHAPES
-    prepare_for_inference(plain_model('gpt2'))
-    assert probes == SHAPES + [(32, 96), (32, 32), (32, 128), (128, 32)]  # with a bias it is another linear, but for the head
-    monkeypatch.setenv('ONEDNN_MAX_CPU_ISA', 'AVX2')
-    prepare_for_inference(plain_model('llama'))
-    assert probes[8:] == SHAPES  # as if on another machine
-    kernels.set_threads(2)
-    prepare_for_inference(plain_model('llama'))
-    assert probes[12:] == SHAPES and len(kernels.read_probes()) == 3
-    assert [p.name for p in kernels.probe_file().parent.iterdir()] == ['probe.json']
-
-
-@pytest.mark.parametrize('damage', [b'', b'{', b'null', b'[1, 2]', b'\xff\xfe\x00', b'[' * 100_000, b'{"a": [1], "b": 2}', 'lies', 'other buckets', 'machine', 'folder'])
-def test_a_damaged_file_is_not_believed(probes, damage):
-    path = kernels.probe_file()
-    path.parent.mkdir()
-    tried = list(kernels.ROW_BUCKETS)
-    entries = {'lies': dict(tried=tried, agree=[3, 5]), 'other buckets': dict(tried=[1, 2, 4], agree=[1, 2, 4])}
-    if damage == 'folder': path.mkdir()
-    elif damage == 'machine': path.write_text(json.dumps({kernels.machine_key(): [1, 2]}), encoding='utf-8')
-    elif damage in entries: kernels.keep_verdicts(kernels.machine_key(), {f'{i} → {o}': entries[damage] for i, o in SHAPES})
-    else: path.write_bytes(damage)
-    prepare_for_inference(plain_model('llama'))
-    assert probes == SHAPES
-    prepare_for_inference(plain_model('llama'))
-    assert probes == SHAPES * (2 if damage == 'folder' else 1)
-    assert [p.name for p in path.parent.iterdir()] == ['probe.json']  # and nothing lies about
-
-
-@pytest.mark.parametrize('error', [PermissionError, FileNotFoundError, NotADirectoryError])
-def test_a_folder_that_can_not_be_written_is_no_error(probes, monkeypatch, error):
-    def refuse(*args, **kwargs): raise error('no')
-    monkeypatch.setattr(kernels.os, 'replace', refuse)
-    for times in (1, 2):
-        prepare_for_inference(plain_model('llama'))
-        assert probes == SHAPES * times
-    assert list(kernels.probe_file().parent.iterdir()) == []
-    monkeypatch.setattr(kernels.Path, 'mkdir', refuse)
-    prepare_for_inference(plain_model('llama'))
-    assert probes == SHAPES * 3
-
-
-def test_without_a_home_nothing_is_kept(probes, monkeypatch):
-    monkeypatch.delenv('MINIGPT_CACHE')
-    monkeypatch.delenv('XDG_CACHE_HOME', raising=False)
-    def homeless(): raise RuntimeError('could not determine home directory')
-    monkeypatch.setattr(kernels.Path, 'home', homeless)
-    prepare_for_inference(plain_model('llama'))
-    assert probes == SHAPES
-
-
-def test_where_the_file_is(monkeypatch, tmp_path):
-    for name in ('MINIGPT_CACHE', 'XDG_CACHE_HOME', 'LOCALAPPDATA'): monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(kernels.Path, 'home', lambda: tmp_path)
-    assert kernels.probe_file() == tmp_path / '.cache/minigpt/probe.json'
-    monkeypatch.setenv('XDG_CACHE_HOME', '/var/caches')
-    monkeypatch.setenv('LOCALAPPDATA', '/local')
-    assert kernels.probe_file().as_posix() == '/var/caches/minigpt/probe.json'
-    monkeypatch.setattr(kernels.sys, 'platform', 'win32')
-    assert kernels.probe_file().as_posix() == '/local/minigpt/probe.json'
-    monkeypatch.setenv('MINIGPT_CACHE', '/mine')
-    assert kernels.probe_file().as_posix() == '/mine/probe.json'
-
-
-def test_many_writers_leave_a_whole_file(tmp_path, monkeypatch):
-    "Some verdicts may get lost, and are probed again some day; what is read is always somebody's whole file"
-    monkeypatch.setenv('MINIGPT_CACHE', str(tmp_path))
-    unreadable = []
-    def write(who):
-        for i in range(30):
-            kernels.keep_verdicts('machine', {f'{who} → {i}': dict(tried=[1], agree=[1])})
-            try: json.loads(kernels.probe_file().read_text(encoding='utf-8'))
-            except ValueError as e: unreadable.append(e)
-    writers = [threading.Thread(target=write, args=(w,)) for w in range(3)]
-    for w in writers: w.start()
-    for w in writers: w.join(60)
-    kept = kernels.read_probes()['machine']
-    assert unreadable == [] and len(kept) >= 30 and all(kernels.is_verdict(v, (1,)) for v in kept.values())
-    assert [p.name for p in tmp_path.iterdir()] == ['probe.json']
-
-
-class Clumsy(TiledLinear):
-    "Goes astray by one part in a million when it is given the chance that `fault` names"
-    def __init__(self, fault):
-        super().__init__(torch.nn.Linear(40, 50))
-        self.fault = fault
-    def multiply(self, rows):
-        done = super().multiply(rows)
-        marks = torch.tensor([self.fault(len(rows), i) for i in range(len(rows))], dtype=torch.float32)
-        return done * (1 + 1e-6 * marks[:, None])
-
-
-def test_the_probe_compares_one_thread_with_as_many_as_run():
-    linear = Clumsy(lambda size, i: size < 8 and torch.get_num_threads() == 1)
-    assert kernels.agreeing_buckets(linear) == (8, *kernels.ROW_BUCKETS[4:])  # one thread: less than 8 are a smaller group
-    kernels.set_threads(2)
-    assert kernels.agreeing_buckets(linear) == (8, *kernels.ROW_BUCKETS[4:]) and torch.get_num_threads() == 2
-    assert kernels.agreeing_buckets(Clumsy(lambda size, i: torch.get_num_threads() == 1)) == ()
-    assert kernels.agreeing_buckets(Clumsy(lambda size, i: i == size - 1)) == (1,)
-    assert kernels.agreeing_buckets(Clumsy(lambda size, i: i % 16 == 15), (1, 2, 8, 16)) == (1, 2, 8)
-
-
-def test_a_probe_that_fails_leaves_the_threads_as_they_were():
-    kernels.set_threads(2)
-    def fail(*args): raise ZeroDivisionError
-    with pytest.raises(ZeroDivisionError): kernels.with_threads(1, fail)
-    assert torch.get_num_threads() == 2
+    monkeypatch.setattr(kernels, 'njit', None if missing else kernels.njit or len)
+    assert kernels.kernel_choice() == kernels.KernelChoice(*chosen)
