@@ -173,6 +173,7 @@ def test_what_is_stored(monkeypatch, wish, dtype):
     cache = PagedKVCache(config, 3, 4, dtype)
     k, v = torch.randn(2, 5, config.n_kv_head, config.head_dim, generator=torch.Generator().manual_seed(0))
     k[0, 0, :6] = torch.tensor([math.nan, math.inf, -math.inf, 3.4e38, 1e-40, -0.0])
+    k[0, 0, 6] = torch.tensor(0x7fffffff, dtype=torch.int32).view(torch.float32)  # no number either, and the largest of these
     k[1, 0, :4] = torch.tensor([1.00390625, 1.01171875, -1.00390625, 1.0039063])  # half-way between two, and a little more
     cache.begin([[2, 0]], [range(5)])
     cache.attend(1, torch.zeros(5, config.n_head, config.head_dim), k, v)
