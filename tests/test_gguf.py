@@ -293,6 +293,7 @@ def tensor(name=b't', dims=(4,), kind=0, offset=0): return text(name) + struct.p
     (header(0, 1, struct.pack('<Q', 2**64 - 1) + bytes(20)), 'a key needs 18446744073709551615 bytes, 20 are left'),
     (header(0, 1, text(b'\xff\xfe') + bytes(20)), 'a key: invalid start byte at byte 0'),
     (header(0, 1, text(b'a') + struct.pack('<I', 13) + bytes(20)), 'a: type=13 is not supported'),
+    (header(0, 1, text(b'k' * 5000) + struct.pack('<I', 13) + bytes(20)), 'k' * 499),
     (header(0, 1, text(b'a') + struct.pack('<IIQ', 9, 0, 2**40) + bytes(64)), '1099511627776 a need 1099511627776 bytes, 64 are left'),
     (header(0, 1, text(b'a') + struct.pack('<IIQ', 9, 8, 2**61) + bytes(64)), '2305843009213693952 a need'),
     (header(0, 1, text(b'a') + struct.pack('<IIQ', 9, 9, 1) * 50), 'a: type of an array=9 is not supported'),
