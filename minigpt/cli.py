@@ -284,7 +284,7 @@ def run_trace(args: argparse.Namespace) -> int:
         else: print(json.dumps(vars(trace) if args.json else to_perfetto(trace.records)))
         return 0
     print(timeline_text(trace.records, args.columns))
-    print('\nA number: tokens computed in that step. w: waits. P: preempted.\n')
+    print('\nA number: tokens computed in that step; 1+3: and 3 drafted ones that were right. w: waits. P: preempted.\n')
     for r in trace.records: print(f"step {r['step']}: " + '; '.join(explain(r)))
     return 0
 

@@ -23,7 +23,7 @@ from .kv_cache import Choice, check_prompt, kv_bytes_per_token
 from .model import GPT, GPTConfig
 from .paging import BlockPool, blocks_needed
 from .sampling import BadLogits, SamplingParams, TokenLogprobs, check_token_ids
-from .scheduler import RECORD_VERSION, Limits, QueueFull, Request, Scheduler, StepPlan, StepRecord, check_fits
+from .scheduler import RECORD_VERSION, Limits, QueueFull, Request, Scheduled, Scheduler, StepPlan, StepRecord, check_fits
 from .stepper import Trace
 from .tokenizer import Tokenizer
 
@@ -43,6 +43,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True  # Blocks are found again by what they hold
     full_reservation: bool = False  # A request enters only when its longest answer fits beside those of all others
     watermark_blocks: int = 0  # Left free at admission, so that those who run can grow
+    speculate: int | None = None  # Longest draft, in tokens: copied from what was said before, verified in one step; 0 is none
     max_waiting_requests: int = 256  # One more is refused
     max_waiting_tokens: int | None = None  # Likewise, of prompts
     max_records: int = 4096  # Step records kept in memory; with 0, and no trace, none are made
@@ -52,7 +53,7 @@ class EngineConfig:
         for name, known in (('dtype', BITS), ('kv_dtype', KV_DTYPES)):
             if getattr(self, name) not in known: raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}")
         for f in fields(self):
-            value, least = getattr(self, f.name), 0 if f.name in ('watermark_blocks', 'max_records') else 1
+            value, least = getattr(self, f.name), 0 if f.name in ('watermark_blocks', 'speculate', 'max_records') else 1
             if value is None and f.default is None or f.type == 'str' or f.type is str: continue
             if type(f.default) is bool:
                 if type(value) is not bool: raise ValueError(f"{f.name}={value!r} must be True or False")
@@ -90,7 +91,7 @@ def flatten(
     token_ids, positions, rows = [], [], []
     for s in plan.scheduled:
         rows.append(range(len(token_ids), len(token_ids) + s.num_tokens))
-        token_ids += s.request.token_ids[s.start:s.start + s.num_tokens]
+        token_ids += s.request.token_ids[s.start:s.start + s.num_known] + s.draft
         positions += range(s.start, s.start + s.num_tokens)
     return token_ids, positions, rows
 
@@ -125,7 +126,7 @@ class Answer:
         c, r = self.choice, self.request
         text, self.num_shown = c.text[self.num_shown:], len(c.text)
         logprobs = None if c.params.logprobs is None else c.logprobs[len(c.logprobs) - len(token_ids):]
-        about_prompt = c.prompt_logprobs if len(c.token_ids) == len(token_ids) == 1 and c.index == 0 else None
+        about_prompt = c.prompt_logprobs if token_ids and len(c.token_ids) == len(token_ids) and c.index == 0 else None
         return StepOutput(self.request_id, text, token_ids, r.num_prompt_tokens, len(c.token_ids), c.index,
                           r.num_cached_tokens or 0, logprobs, about_prompt, **ending)
 
@@ -250,7 +251,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        "Plan, run, and draw: one token for each request that has caught up"
+        "Plan, run, and draw: a token for each request that has caught up, and more where a draft was right"
         started_s = self.now_s
         plan = self.scheduler.schedule(self.clock())
         late = [self.answers.pop(f['id']) for f in self.scheduler.record.finished if f['reason'] == 'deadline']
@@ -276,21 +277,21 @@ class Engine:
         hidden = self.model.hidden(torch.tensor(token_ids), torch.tensor(positions), self.cache)
         needed, own = [], []
         for s, r in zip(plan.scheduled, rows):
-            wanted = r if self.answers[s.request.id].wants_prompt_rows else r[-1:] if s.catches_up else r[:0]
+            wanted = r if self.answers[s.request.id].wants_prompt_rows else r[s.num_known - 1:] if s.catches_up else r[:0]
             own.append(range(len(needed), len(needed) + len(wanted)))
             needed += wanted
         return (self.model.logits(hidden[needed]).numpy() if needed else None), own
 
     def draw(self, plan: StepPlan, logits, own: list[range]) -> list[StepOutput]:
-        "A token for each answer whose request has caught up; who is finished leaves"
+        "New tokens for each answer whose request has caught up; who is finished leaves"
         outputs = []
         self.scheduler.update(plan)
         for s, rows in zip(plan.scheduled, own):
-            answer = self.answers[s.request.id]
+            answer, drafted = self.answers[s.request.id], rows.stop - len(s.draft)  # where the rows of drafted tokens begin
             try:
-                if answer.wants_prompt_rows: answer.choice.accept_prompt_rows(logits[rows.start:rows.stop], s.start)
+                if answer.wants_prompt_rows: answer.choice.accept_prompt_rows(logits[rows.start:drafted], s.start)
             except BadLogits as e: outputs += self.failed(answer, e)
-            else: outputs += [o for a in self.forked(answer) for o in self.accept(a, logits[rows[-1]])] if s.catches_up else []
+            else: outputs += [o for a in self.forked(answer) for o in self.accept(a, s, logits[drafted - 1:rows.stop])] if s.catches_up else []
         return outputs
 
     def forked(self, answer: Answer) -> list[Answer]:
@@ -302,15 +303,21 @@ class Engine:
         for i in sorted(unwanted): self.leave(answers[i], 'abort')
         return [a for i, a in enumerate(answers) if i not in unwanted]
 
-    def accept(self, answer: Answer, row) -> list[StepOutput]:
-        "Draw the next token of one answer"
-        try: token_id = answer.choice.accept(row)
-        except BadLogits as e: return self.failed(answer, e)
-        answer.request.token_ids.append(token_id)
-        if self.is_recording: self.scheduler.record.drawn[answer.request.id] = [token_id, float(row[token_id])]
-        c = answer.choice
-        if c.finish_reason: self.leave(answer, c.finish_reason, None if c.stop_reason is None else f"at {c.stop_reason!r}")
-        return [answer.output([token_id], finish_reason=c.finish_reason, stop_reason=c.stop_reason)]
+    def accept(self, answer: Answer, scheduled: Scheduled, rows) -> list[StepOutput]:
+        "Draw the next token of one answer, and as many more as were drafted rightly"
+        choice, request, num_before = answer.choice, answer.request, len(answer.choice.token_ids)
+        def draw(k):
+            token_id = choice.accept(rows[k])
+            request.token_ids.append(token_id)
+            if self.is_recording: self.scheduler.record.drawn.setdefault(request.id, []).append([token_id, float(rows[k][token_id])])
+            if choice.finish_reason: self.leave(answer, choice.finish_reason, None if choice.stop_reason is None else f"at {choice.stop_reason!r}")
+            return token_id
+        error = None
+        try: self.scheduler.verify(request, scheduled, draw)
+        except BadLogits as e: error = e
+        new = choice.token_ids[num_before:]
+        said = [answer.output(new, finish_reason=choice.finish_reason, stop_reason=choice.stop_reason)] if new else []
+        return said + (self.failed(answer, error) if error else [])
 
     def failed(self, answer: Answer, error: Exception) -> list[StepOutput]:
         "One answer ends with an error; its neighbours don't notice"
@@ -454,7 +461,7 @@ def replay(
         for i in gone: give_up(engine, i, forked)
         if not changes and steps[n]['reset']: engine.reset_prefix_cache()
         engine.step()
-        for i, drawn in again[-1]['drawn'].items(): now.setdefault(i, []).append(drawn)
+        for i, drawn in again[-1]['drawn'].items(): now.setdefault(i, []).extend(drawn)
     again = [line for line in again if line['kind'] == 'step']
     other = next((n for n, (a, b) in enumerate(zip(again, steps)) if decided(a) != decided(b)), None)
     num_tokens = sum(min(len(drawn), len(now.get(i, ()))) for i, drawn in was.items())
@@ -509,7 +516,7 @@ def drawn_by(records: list[dict]) -> dict[str, list]:
     "For each answer its tokens and their logits, in order"
     drawn = {}
     for r in records:
-        for i, pair in r['drawn'].items(): drawn.setdefault(i, []).append(pair)
+        for i, pairs in r['drawn'].items(): drawn.setdefault(i, []).extend(pairs)
     return drawn
 
 def differences(was: dict[str, list], now: dict[str, list], ends: dict[str, tuple[int, str]]) -> list[str]:

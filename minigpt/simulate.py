@@ -19,7 +19,7 @@ from statistics import median
 
 # %% ../nbs/20_simulate.ipynb #24688941
 from .paging import BlockPool
-from .scheduler import Limits, QueueFull, Request, RequestState, Scheduler, num_kv_reads
+from .scheduler import Limits, QueueFull, Request, RequestState, Scheduled, Scheduler, num_kv_reads
 from .stepper import Trace
 
 # %% ../nbs/20_simulate.ipynb #b459ec87
@@ -72,8 +72,8 @@ class Recorded:
         while arrived: self.arrive(arrived.popleft())
         for child, parent in record['forked'].items(): self.add_choice(child, self.choice(parent).visit)
         for f in parting: self.end(f, is_unwanted=True)
-        for i, pair in record['drawn'].items(): self.choice(i).drawn.append(pair)
-        reached = {s['id']: s['start'] + s['num_tokens'] for s in record['scheduled']}
+        for i, pairs in record['drawn'].items(): self.choice(i).drawn.extend(pairs)
+        reached = {s['id']: s['start'] + s['num_tokens'] - s.get('num_drafted', 0) for s in record['scheduled']}
         for f in [f for f in record['finished'] if f['reason'] != 'abort']: self.end(f, reached.get(f['id'], 0))
         if record['started_s'] is None: self.now = None
         elif self.now is not None: self.now = record['started_s'] + record['duration_s']
@@ -123,14 +123,15 @@ class Recorded:
 # %% ../nbs/20_simulate.ipynb #9d8c5bce
 def step_counts(
     record: dict,  # A step record as written to disk
-) -> tuple[int, int, int]:  # Tokens computed; keys looked at, over all rows; requests that ran
+) -> tuple[int, int, int]:  # Tokens computed; keys looked at, over all rows; requests that ran and tokens that were drafted
     "How much work a step was"
     parts = record['scheduled']
-    return sum(s['num_tokens'] for s in parts), sum(num_kv_reads(s['start'], s['num_tokens']) for s in parts), len(parts)
+    num_rows = len(parts) + sum(s.get('num_drafted', 0) for s in parts)
+    return sum(s['num_tokens'] for s in parts), sum(num_kv_reads(s['start'], s['num_tokens']) for s in parts), num_rows
 
 @dataclass(frozen=True)
 class Cost:
-    "What a step takes: `step_s + token_s · tokens + kv_read_s · keys looked at + request_s · requests that run`; nothing if it computes nothing"
+    "What a step takes: a part of its own, one for each token, each key looked at, and each row of logits; nothing if it computes nothing"
     step_s: float
     token_s: float
     kv_read_s: float
@@ -138,8 +139,8 @@ class Cost:
 
     def seconds(self, record: dict) -> float:
         "What a step is expected to take"
-        n, num_kv_reads, num_requests = step_counts(record)
-        return self.step_s + self.token_s * n + self.kv_read_s * num_kv_reads + self.request_s * num_requests if n else 0.0
+        n, num_kv_reads, num_rows = step_counts(record)
+        return self.step_s + self.token_s * n + self.kv_read_s * num_kv_reads + self.request_s * num_rows if n else 0.0
 
 # %% ../nbs/20_simulate.ipynb #ad693910
 def solve(
@@ -246,16 +247,17 @@ class Simulator:
         plan = s.schedule(self.now if self.by_clock else s.num_steps)
         if not self.by_clock: s.record.finished = [self.as_recorded(f) for f in s.record.finished]
         s.update(plan)
-        for part in plan.scheduled: self.read(part.request, part.catches_up)
+        for part in plan.scheduled: self.read(part)
         record = s.close_step(plan).to_dict()
         if self.cost:
             record |= dict(started_s=self.now, duration_s=self.cost.seconds(record))
             self.now += record['duration_s']
         self.records.append(record)
+        has_moved = record['drawn'] or record['finished'] or self.spent
         for r in self.spent: s.finish(r, 'abort', 'no more of it is recorded')
         self.spent = []
         self.live = {i: (r, c) for i, (r, c) in self.live.items() if r.state is not RequestState.FINISHED}
-        self.num_quiet = 0 if record['drawn'] or record['finished'] or not self.live else self.num_quiet + 1
+        self.num_quiet = 0 if has_moved or not self.live else self.num_quiet + 1
         bound = 16 + 2 * sum(r.num_tokens for r, _ in self.live.values())
         if self.num_quiet > bound: raise RuntimeError(f"no token in {self.num_quiet} steps, {len(self.live)} requests are stuck")
 
@@ -265,32 +267,33 @@ class Simulator:
         detail = self.live[finished['id']][1].detail
         return {k: v for k, v in (finished | dict(detail=detail)).items() if v is not None}
 
-    def read(self, request: Request, catches_up: bool):
+    def read(self, part: Scheduled):
         "What follows for a request whose part of a step is computed"
-        choice = self.live[request.id][1]
+        request, choice = part.request, self.live[part.request.id][1]
         is_forked = len(choice.visit.choices) == request.num_choices or request.num_choices == 1
         fails_in_prompt = choice.reason == 'error' and not choice.drawn and len(choice.visit.choices) == 1
         if fails_in_prompt and request.num_computed_tokens >= choice.num_computed_tokens:
             self.leave(request.id, 'error', choice.detail)
             return
-        if not catches_up: return
+        if not part.catches_up: return
         said_by = [(r, choice.visit.choices[r.id]) for r in (self.scheduler.fork(request) if is_forked else [request])]
         self.live |= {r.id: (r, c) for r, c in said_by}
         gone = [r for r, c in said_by if c.is_unwanted]
         for r in gone: self.leave(r.id, 'abort', choice.visit.choices[r.id].detail)
         for r, c in said_by:
-            if r not in gone: self.say(r, c)
+            if r not in gone: self.scheduler.verify(r, part, lambda _, r=r, c=c: self.say(r, c))
 
-    def say(self, request: Request, choice: RecordedChoice):
-        "The next token of a choice, as recorded"
+    def say(self, request: Request, choice: RecordedChoice) -> int | None:
+        "The next token of a choice, as recorded; None if nobody knows it"
         said = request.num_tokens - request.num_prompt_tokens
         if said == len(choice.drawn):
             if choice.reason == 'error': self.leave(request.id, 'error', choice.detail)
             else: self.spent.append(request)
-            return
-        self.scheduler.record.drawn[request.id] = choice.drawn[said]
+            return None
+        self.scheduler.record.drawn.setdefault(request.id, []).append(choice.drawn[said])
         request.token_ids.append(choice.drawn[said][0])
         if said + 1 == len(choice.drawn) and choice.reason in ('stop', 'length'): self.leave(request.id, choice.reason, choice.detail)
+        return choice.drawn[said][0]
 
 # %% ../nbs/20_simulate.ipynb #b1d08a73
 @dataclass(frozen=True)
@@ -355,7 +358,9 @@ def run_totals(trace: Trace) -> dict:  # Seconds are None for a trace without ti
     waits = sorted(first_token_waits(trace)) if timed else []
     return dict(
         requests=sum(len(r['arrived']) for r in records), steps=len(records),
-        tokens_computed=sum(step_counts(r)[0] for r in records), tokens_drawn=sum(len(r['drawn']) for r in records),
+        tokens_computed=sum(step_counts(r)[0] for r in records), tokens_drawn=sum(len(drawn) for r in records for drawn in r['drawn'].values()),
+        tokens_drafted=sum(s.get('num_drafted', 0) for r in records for s in r['scheduled']),
+        drafted_right=sum(s.get('num_right', 0) for r in records for s in r['scheduled']),
         preemptions=sum(len(r['preempted']) for r in records),
         seconds=records[-1]['started_s'] + records[-1]['duration_s'] - records[0]['started_s'] if timed else None,
         first_token_mean_s=sum(waits) / len(waits) if waits else None,

@@ -23,7 +23,7 @@ from html import escape
 from pathlib import Path
 
 # %% ../nbs/13_stepper.ipynb #7b8a2a22
-from .scheduler import RECORD_VERSION, StepRecord, apply_record, explain
+from .scheduler import RECORD_VERSION, StepRecord, apply_record, counted, explain
 from .viz import COLORS, Pages, pages_widget, timeline_cells
 
 # %% ../nbs/13_stepper.ipynb #bc45ee7f
@@ -75,7 +75,7 @@ def outputs_of(
     "What each answer said, as far as the records go"
     outputs = {}
     for r in records:
-        for i, (token_id, _) in r['drawn'].items(): outputs.setdefault(i, []).append(token_id)
+        for i, drawn in r['drawn'].items(): outputs.setdefault(i, []).extend(token_id for token_id, _ in drawn)
     return outputs
 
 # %% ../nbs/13_stepper.ipynb #b21ce630
@@ -413,7 +413,9 @@ def add_step(tracks: PerfettoTracks, record: dict, start: int, end: int):
         t.instant(p['id'], 'preempted', start, reason=clean(p['reason']), num_computed_tokens=p['num_computed_tokens'])
     for s in record['scheduled']:
         t.end_wait(s['id'], start)
-        name = 'decode' if s['phase'] == 'decode' else f"prefill {s['num_tokens']} token{'s' * (s['num_tokens'] != 1)}"
+        drafted = s.get('num_drafted', 0)
+        name = 'decode' if s['phase'] == 'decode' else f"prefill {counted(s['num_tokens'] - drafted, 'token')}"
+        if drafted: name += f" ({s['num_right']} of {drafted} drafted right)"
         about = {k: v for k, v in s.items() if k != 'id'}
         t.slice(s['id'], name, start, end, about | dict(found_blocks=len(record['found'].get(s['id'], []))))
     skipped = {s['id']: s['reason'] for s in record['skipped']}
@@ -430,6 +432,8 @@ def to_perfetto(
     for r, (start, end) in zip(records, step_times(records)):
         prefill, decode = (sum(s['num_tokens'] for s in r['scheduled'] if s['phase'] == phase) for phase in ('prefill', 'decode'))
         tracks.counter('tokens', start, prefill=prefill, decode=decode)
+        right, drafted = (sum(s.get(name, 0) for s in r['scheduled']) for name in ('num_right', 'num_drafted'))
+        if drafted: tracks.counter('drafted tokens', start, right=right, wrong=drafted - right)
         tracks.slice(None, f"step {r['step']}", start, end, dict(explain=[clean(text) for text in explain(r)]))
         if r['evicted']: tracks.instant(None, 'evicted', start, blocks=r['evicted'])
         add_step(tracks, r, start, end)

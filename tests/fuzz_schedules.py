@@ -3,9 +3,9 @@
     python tests/fuzz_schedules.py [--workloads 500] [--seed 0]      some minutes
 
 Workload `i` is made from the seed plus `i` and nothing else. Random parameters, choices, priorities, keys, salts and deadlines;
-random engines, with pools that barely do; random arrivals; others are aborted, preempted and their prefixes forgotten. Both
-families, both sets of kernels, weights of 32, 8 and 4 bits, keys and values of 32 and 16, one thread and two. Prints what happened, and fails if something never did; a failure prints the
-command that repeats it.
+random engines, with pools that barely do, with drafts and without; random arrivals; others are aborted, preempted and their
+prefixes forgotten. Both families, both sets of kernels, weights of 32, 8 and 4 bits, keys and values of 32 and 16, one thread and
+two. Prints what happened, and fails if something never did; a failure prints the command that repeats it.
 """
 import argparse
 import copy
@@ -22,7 +22,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from conftest import GPT2, LLAMA, toy_model
-from same_bits import TOKENIZER, alone, force_out, hear, num_events, rows_kept, silent, workload
+from same_bits import TOKENIZER, alone, force_out, hear, num_drafted, num_events, repeating, rows_kept, silent, workload
 
 from minigpt.engine import Engine, EngineConfig, scheduler_limits
 from minigpt.kernels import prepare_for_inference, set_threads
@@ -53,7 +53,7 @@ def random_settings(rng, requests, max_seq_len):
             try: check_fits(len(prompt), params.max_tokens, limits, num_blocks, params.n)
             except ValueError: num_blocks += 1
             else: break
-    return EngineConfig(**settings, num_blocks=num_blocks + rng.choice((0, 1, 2, 3, 5, 20)))
+    return EngineConfig(**settings, num_blocks=num_blocks + rng.choice((0, 1, 2, 3, 5, 20)), speculate=rng.choice((None, 1, 3, 7)))
 
 
 def disturb(rng, engine, gone, counts, rates):
@@ -98,7 +98,7 @@ def compare(seed, requests, said, rows, wanted, wanted_rows, gone):
 def one_workload(seed):
     "Run workload `seed`; returns what happened"
     rng, happened = random.Random(seed), Counter()
-    requests = workload(rng.randint(4, 14), seed=rng.randrange(2**32))
+    requests = rng.choice((workload, workload, repeating))(rng.randint(4, 14), seed=rng.randrange(2**32))
     name, wish, num_threads = rng.choice(list(FAMILIES)), rng.choice(('auto', 'auto', 'torch')), rng.choice((1, 1, 2))
     happened.update({f'{name} workloads': 1, f'{wish} workloads': 1, f'workloads with {num_threads} threads': 1, 'requests': len(requests)})
     dtype = 'fp32' if 'odd' in name else rng.choice(('fp32', 'int8', 'int4'))  # an odd width has no groups of 32
@@ -142,7 +142,8 @@ def run(seed, rng, model, requests, wanted, wanted_rows, happened):
             assert clock['steps'] < 20_000, f'workload {seed} does not end'
     assert (engine.num_free_blocks, engine.num_running, engine.num_waiting, engine.answers) == (engine.num_blocks, 0, 0, {})
     compare(seed, requests, said, rows, wanted, wanted_rows, gone)
-    happened.update({k: v for k, v in num_events(engine).items()} | dict(steps=clock['steps'], rows=len(rows)))
+    drafted, right = num_drafted(engine.records)
+    happened.update({k: v for k, v in num_events(engine).items()} | {'steps': clock['steps'], 'rows': len(rows), 'drafted rightly': right, 'drafted wrongly': drafted - right})
     happened['survivors'] += sum(len(s) for s in said) - len(gone)
     happened['preempted by the scheduler'] += happened['preempted'] - happened['forced']
     happened.update(f'finished by {c[3]}' for i, choices in enumerate(said) for index, c in enumerate(choices) if (i, index) not in gone)
@@ -150,7 +151,7 @@ def run(seed, rng, model, requests, wanted, wanted_rows, happened):
 
 
 MUST_HAPPEN = ('survivors', 'preempted by the scheduler', 'forced', 'found', 'evicted', 'copied', 'forked', 'aborts', 'aborts of one choice', 'deadlines', 'resets',
-               'resets refused', 'pieces of prompts', 'finished by stop', 'finished by length', 'auto workloads', 'torch workloads', 'workloads with 1 threads',
+               'resets refused', 'pieces of prompts', 'drafted rightly', 'drafted wrongly', 'finished by stop', 'finished by length', 'auto workloads', 'torch workloads', 'workloads with 1 threads',
                'workloads with 2 threads', *(f'{name} workloads' for name in FAMILIES))
 
 

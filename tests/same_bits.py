@@ -32,6 +32,25 @@ def workload(n, seed=0, max_prompt=50):
     return requests
 
 
+def repeating(n, seed=0):
+    "Like `workload`, but all of two or three letters, so that what was said comes again: many a draft is right, and many a one is not"
+    rng, requests = random.Random(seed), []
+    for i, (prompt, params) in enumerate(workload(n, seed)):
+        letters = rng.sample(range(97, 123), rng.choice((2, 2, 3) if i % 5 in (2, 3) else (1, 2, 2, 3)))  # where one may be banned there is another
+        about = vars(params) | dict(allowed_token_ids=letters, logit_bias={}, max_tokens=rng.choice((3, 12, 25, 40)), stop=[], stop_token_ids=[], min_tokens=0)
+        if i % 5 == 1: about |= dict(stop=[''.join(map(chr, rng.choices(letters, k=4)))], include_stop_str_in_output=rng.random() < 0.5)
+        if i % 5 == 2: about |= dict(stop_token_ids=letters[:1], min_tokens=rng.randint(0, about['max_tokens']))
+        if i % 5 == 3: about |= dict(bad_words=[''.join(map(chr, rng.choices(letters, k=3)))], logit_bias={letters[0]: 1.5})
+        requests.append((prompt[:20] + rng.choices(letters, k=rng.randint(1, 12)), SamplingParams(**about)))
+    return requests
+
+
+def num_drafted(records):
+    "How many tokens were drafted, and of these how many were right"
+    parts = [s for r in records for s in r['scheduled']]
+    return sum(s.get('num_drafted', 0) for s in parts), sum(s.get('num_right', 0) for s in parts)
+
+
 def facts(logprobs): return logprobs and [t and (t.token_id, t.logprob, t.rank, t.top) for t in logprobs]
 
 
@@ -60,7 +79,7 @@ def rows_kept():
 def alone(model, requests, block_size=16):
     "For each request what its choices say alone, and all rows of logits"
     with rows_kept() as rows:
-        said = [[told(generate(model, prompt, params, OneSequence(model.config, block_size, getattr(model, 'kv_dtype', 'fp32')), TOKENIZER, index=i)) for i in range(params.n)]
+        said = [[told(generate(model, prompt, params, OneSequence(model.config, block_size, getattr(model, 'kv_dtype', 'fp32')), getattr(model, 'tokenizer', TOKENIZER), index=i)) for i in range(params.n)]
                 for prompt, params in requests]
     return said, rows
 
@@ -80,7 +99,7 @@ def silent(requests): return [[([], '', [], None, None, None)] * params.n for _,
 def together(model, requests, config, arrive=None, order=None, before_step=None):
     "What the engine says to each request, and the rows; `arrive` of them come before each step (default: all before the first). Also the engine"
     config = replace(config, kv_dtype=getattr(model, 'kv_dtype', 'fp32'))
-    engine, queue, said = Engine(model, TOKENIZER, config), list(order or range(len(requests))), silent(requests)
+    engine, queue, said = Engine(model, getattr(model, 'tokenizer', TOKENIZER), config), list(order or range(len(requests))), silent(requests)
     with rows_kept() as rows:
         while queue or engine.has_work:
             for i in [queue.pop(0) for _ in range(min(arrive or len(requests), len(queue)))]: engine.add(str(i), *requests[i])

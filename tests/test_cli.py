@@ -80,7 +80,7 @@ def test_trace_as_text_and_as_json(tmp_path, run, capsys):
     (tmp_path/'trace.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines), encoding='utf-8')
     assert main(['trace', str(tmp_path/'trace.jsonl')]) == 0
     text = capsys.readouterr().out
-    assert text == timeline_text(steps) + '\n\nA number: tokens computed in that step. w: waits. P: preempted.\n\n' + ''.join(
+    assert text == timeline_text(steps) + '\n\nA number: tokens computed in that step; 1+3: and 3 drafted ones that were right. w: waits. P: preempted.\n\n' + ''.join(
         f"step {n}: {'; '.join(explain(r))}\n" for n, r in enumerate(steps))
     assert 'B was preempted and lost ' in text and ': A needs 1 more block, 0 of 5 are free' in text
     assert main(['trace', str(tmp_path/'trace.jsonl'), '--json']) == 0

