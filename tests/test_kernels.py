@@ -1,6 +1,11 @@
 """Kernels against their specifications: products and small weights bit by bit, attention in any blocks, whole models under every dial"""
 import copy
+import hashlib
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -314,3 +319,42 @@ def test_two_threads_may_ask_one_model():
     def answer(i): return generate(model, prompts[i % 2], SamplingParams(max_tokens=8, seed=i % 2), OneSequence(model.config), ByteTokenizer()).token_ids
     wanted = [answer(0), answer(1)]
     with ThreadPoolExecutor(2) as pool: assert list(pool.map(answer, range(12))) == wanted * 6
+
+
+@needs_numba
+def test_weights_begin_on_a_cache_line():
+    "Then no vector lies on two lines; a third of the speed hangs on it"
+    model = prepare_for_inference(toy_model(**LLAMA | dict(n_embd=96, n_head=3, n_kv_head=3)), 'fp32')
+    arrays = [model.head.w, *model.layers[0].linears.arrays[::3], *PagedKVCache(model.config, 3, 4).arrays, *PagedKVCache(model.config, 3, 4, 'bf16').arrays]
+    assert [a.ctypes.data % 64 for a in arrays] == [0] * 9
+    assert [a[1].ctypes.data % 64 for a in model.layers[0].linears.arrays[::3]] == [0] * 4
+
+
+def digest():
+    "Of what two toy models compute in all kinds of numbers, alone and in company"
+    bits = hashlib.sha256()
+    for name in ('llama', 'gpt2'):
+        for dtype in ('fp32', 'int8', 'int4'):
+            model = prepare_for_inference(toy_model(**DIALS[name]), dtype)
+            for n in (1, 3, 7, 20): bits.update(logits_of(model, list(range(40, 40 + n))).numpy().tobytes())
+    return bits.hexdigest()
+
+
+@needs_numba
+@pytest.mark.slow
+@pytest.mark.skipif(not kernels.AVX512, reason='needs a processor with AVX-512')
+def test_shorter_vectors_have_the_same_bits(tmp_path):
+    "Other tiles, other panels, other instructions"
+    from llvmlite import binding
+    features = ','.join(f for f in binding.get_host_cpu_features().flatten().split(',') if '512' not in f)
+    env = os.environ | dict(NUMBA_CPU_NAME='haswell', NUMBA_CPU_FEATURES=features, NUMBA_CACHE_DIR=str(tmp_path), PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    code = 'import test_kernels as t; t.kernels.set_threads(1); print(t.kernels.AVX512, t.kernels.PANEL, t.digest())'
+    done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=600)
+    assert done.stdout.split() == ['False', '32', digest()], done.stderr[-2000:]
+
+
+@needs_numba
+@pytest.mark.skipif(sys.platform != 'linux', reason='guards its pages with mprotect')
+def test_nobody_reaches_beyond_an_array():
+    done = subprocess.run([sys.executable, Path(__file__).parent/'guarded.py'], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, 'fine\n'), done.stderr[-2000:]
