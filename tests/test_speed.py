@@ -435,14 +435,16 @@ def test_speculation(monkeypatch, model, what, copies, temperature):
         return came.extend, lambda: dict(first_s=7.0, seconds=7.0 + 2.0**n, first_tokens=3, tokens=[sum(k for _, k in came)])
     monkeypatch.setattr(Engine, 'add', add)
     monkeypatch.setattr(room, 'watch', watch)
+    monkeypatch.setattr(room, 'rejected_share', lambda records: (records is kept[3].records, rejected_share(records)))
     found = time_speculation(model, 'fp32', 1, 3, what, 4, 20)
     turns = [(pair, side) for pair in range(5) for side in ((0, 3) if pair % 2 else (3, 0))]
     assert asked == [(drafts, (SENTENCES[pair] + ' ') * copies, temperature, pair, 20, True) for pair, drafts in turns]
     records = [s for r in kept[3].records for s in r['scheduled']]
     assert sum(s['start'] == 0 for s in records) == 4 and not any(s.get('num_drafted') for r in kept[0].records for s in r['scheduled'])
     decoded = [s for s in records if s['phase'] == 'decode']
+    assert any(s.get('num_drafted') for s in decoded) == (what == 'repeats')
     share = sum(s.get('num_drafted', 0) - s.get('num_right', 0) for s in decoded) / sum(s['num_tokens'] for s in decoded)
-    assert found == dict(a=17 * (2**-4 + 2**-7) / 2, b=17 * (2**-5 + 2**-6) / 2, rejected_share=share)
+    assert found == dict(a=17 * (2**-4 + 2**-7) / 2, b=17 * (2**-5 + 2**-6) / 2, rejected_share=(True, share))
 
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(st.lists(st.lists(st.tuples(st.booleans(), st.integers(0, 6), st.integers(0, 6)), max_size=4), max_size=5))
@@ -607,9 +609,12 @@ def test_compare_by_command(model, tmp_path, monkeypatch, capsys):
     known = racers()
     fakes(monkeypatch, minigpt=known['minigpt'], other=fake(1e-9))
     in_process(monkeypatch)
+    real, asked = Engine.add, []
+    monkeypatch.setattr(Engine, 'add', lambda engine, name, prompt, params: asked.append((params.temperature, params.ignore_eos)) or real(engine, name, prompt, params))
     Workload(3, (2, 9), (2, 6), vocab_size=256).save(tmp_path/'few.json')
     words = '--model', model, '--dtype', 'int8', '--kv-dtype', 'bf16', '--workload', tmp_path/'few.json', '--peer', f'other={ME}', '--rounds', 1
     assert command(tmp_path, 'compare', *words) == 0
+    assert asked == [(0, True)] * 30  # 5 processes, a warm-up and a round of 3 requests
     out, requests = capsys.readouterr().out.splitlines(), Workload(3, (2, 9), (2, 6)).requests()
     totals = sum(r['num_prompt_tokens'] for r in requests), sum(r['max_tokens'] for r in requests)
     assert out[0] == '**few**: 3 requests, {} prompt and {} output tokens'.format(*totals)
