@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # %% ../nbs/21_speed.ipynb #1d3856d3
-from .bench import (Policy, RecordExists, ReplicateFailed, Workload, bootstrap_ratio, compare, compare_within, interleave, json_lines, linear_weights,
-                           load_workload, measure_roofs, open_record, preset_config, process_environment, python_command, record, run_once,
-                           verdict, write_json)
+from .bench import (Policy, RecordExists, ReplicateFailed, Workload, bootstrap_ratio, compare, compare_within, interleave,
+                           json_lines, linear_weights, load_workload, measure_roofs, open_record, preset_config, process_environment,
+                           python_command, record, run_once, verdict, write_json)
 from .engine import LLM, Engine, engine_config
 from .kernels import BITS, GROUP, kernel_choice, pack, set_threads
 from .kv_cache import kv_bytes_per_token
@@ -139,8 +139,8 @@ def race_openvino(job: dict) -> dict:
     settings = 'INFERENCE_PRECISION_HINT', 'KV_CACHE_PRECISION'
     arithmetic, cache = (openvino.Core().get_property('CPU', name).get_type_name() for name in settings)
     return dict(version=genai.__version__, precision=f"{job['model'].rsplit('/', 1)[-1]}, arithmetic {arithmetic}, cache {cache}",
-                asked='ContinuousBatchingPipeline, add_request and step; prefix cache off', kv_bytes=dict(f16=2, bf16=2, f32=4).get(cache, 1),
-                rounds=[run(r) for r in job['rounds']])
+                asked='ContinuousBatchingPipeline, add_request and step; prefix cache off',
+                kv_bytes=dict(f16=2, bf16=2, f32=4).get(cache, 1), rounds=[run(r) for r in job['rounds']])
 
 # %% ../nbs/21_speed.ipynb #aebe17c2
 def race_llamacpp(job: dict) -> dict:
@@ -229,8 +229,8 @@ def race_ctranslate2(job: dict) -> dict:
             return False
         generator.generate_batch(prompts, max_length=most, min_length=most, sampling_topk=1, include_prompt_in_result=False, callback=come)
         return result()
-    return dict(version=ctranslate2.__version__, precision=generator.compute_type, asked='Generator.generate_batch with a callback', kv_bytes=4,
-                rounds=[run(r) for r in job['rounds']])
+    return dict(version=ctranslate2.__version__, precision=generator.compute_type, asked='Generator.generate_batch with a callback',
+                kv_bytes=4, rounds=[run(r) for r in job['rounds']])
 
 # %% ../nbs/21_speed.ipynb #8d5754d5
 def racers() -> dict[str, Peer]:  # Name → peer, ours first
@@ -360,13 +360,15 @@ def race_table(
         lines += [f'**{name}**: {sizes}', '', head, '|---' * 6 + '|']
         for r in sorted(task['rows'], key=lambda r: -r['tokens_per_s']):
             than = '{ratio:.2f} ({low:.2f} to {high:.2f}) | {verdict}'.format(**r) if 'ratio' in r else ' | '
-            lines.append(f"| {r['racer']} {r['version'].split('-')[0]} | {r['precision']} | {r['tokens_per_s']:.1f} | {r['roof_share']:.0%} | {than} |")
+            engine = f"{r['racer']} {r['version'].split('-')[0]}"
+            lines.append(f"| {engine} | {r['precision']} | {r['tokens_per_s']:.1f} | {r['roof_share']:.0%} | {than} |")
         lines.append('')
     return '\n'.join(lines + [f"{who}: {' '.join(why.split())}" for who, why in summary['failed'].items()]).strip()
 
 # %% ../nbs/21_speed.ipynb #1679f83e
 def race_summary(
-    config: GPTConfig, dtype: str, policy: Policy, field: dict[str, tuple], tasks: dict[str, Task], rows: list[dict], failed: dict, roofs: dict,
+    config: GPTConfig, dtype: str, policy: Policy, field: dict[str, tuple], tasks: dict[str, Task],
+    rows: list[dict], failed: dict[str, str], roofs: dict,
 ) -> dict:
     "For each task its size and a row for each racer that came through, and who failed"
     found, ours = {}, next(iter(field))
@@ -399,16 +401,17 @@ def bench_race(
     field = {who: (known[who], place) for who, place in places.items() if not isinstance(place, str)}
     asked = rounds_of(tasks, rounds)
     longest = max(len(r['prompt_token_ids']) + r['max_tokens'] for requests in asked for r in requests)
-    if longest > config.max_seq_len: raise ValueError(f'a request of {longest} tokens is more than the context of {config.max_seq_len} of {model}')
+    context = config.max_seq_len
+    if longest > context: raise ValueError(f'a request of {longest} tokens is more than the context of {context} of {model}')
     job = dict(threads=threads, options=options, seats=max(map(len, asked)), longest=longest, rounds=asked)
     name = name or record_name(kind, model, dtype, kv_dtype if kv_dtype != 'fp32' else None)
     question = f"How does ours in {dtype} compare with {', '.join(list(field)[1:]) or 'nobody'}: {', '.join(tasks)}?"
     policy = Policy(name, question, 'tokens_per_s', False, replicates, threads=threads, timeout_s=timeout_s)
     folder, rows = open_record(Path(out_root)/name, policy), []
     roofs = run_once(python_command(f'measure_roofs({threads})'), threads)['result']
-    plan = dict(places={who: place for who, (_, place) in field.items()}, tasks={n: asdict(t) for n, t in tasks.items()}, options=options, num_rounds=rounds)
+    named = dict(places={who: place for who, (_, place) in field.items()}, tasks={name: asdict(task) for name, task in tasks.items()})
     with open(folder/'raw.jsonl', 'w', encoding='utf-8') as file:
-        file.write(json_lines([plan]))
+        file.write(json_lines([named | dict(options=options, num_rounds=rounds)]))
         def keep(row):
             rows.append(row)
             file.write(json_lines([row]))
@@ -441,17 +444,20 @@ def time_linears(
         for linear, x in zip(sides[side], inputs, strict=True): linear(x)
         times[side].append(time.perf_counter() - start)
     medians, roofs = {side: statistics.median(times[side][1:]) for side in 'ab'}, measure_roofs(threads)
-    least = max(sum(weight_bytes(config, dtype)) / (roofs['bandwidth_gb_s'] * 1e9), 2 * rows * sum(linear_weights(config)) / (roofs['gemm_gflop_s'] * 1e9))
+    read, flops = sum(weight_bytes(config, dtype)), 2 * rows * sum(linear_weights(config))
+    least = max(read / (roofs['bandwidth_gb_s'] * 1e9), flops / (roofs['gemm_gflop_s'] * 1e9))
     return medians | dict(roof_share=least / medians['a'], **roofs)
 
 def bench_linears(
-    out_root='bench_records', name=None, threads=None, replicates=6, preset='smollm2-135m', dtype='fp32', rows=1, replace=False, on_replicate=None,
+    out_root='bench_records', name=None, threads=None, replicates=6, preset='smollm2-135m', dtype='fp32', rows=1, replace=False,
+    on_replicate=None,
 ) -> dict:
     "All linears of a preset on `rows` tokens: as an engine with this `dtype` has them (A), and as `F.linear` does them in fp32 (B)"
     threads = threads or torch.get_num_threads()
     question = f'How much faster are linears of {preset} in {dtype} than plain ones, on {rows} rows?'
     policy = Policy(name or f'linears-{preset}-{dtype}-{rows}', question, replicates=replicates, warmups=0, threads=threads)
-    return compare_within(policy, python_command(f'time_linears({preset!r}, {dtype!r}, {rows}, {threads})', 'speed'), out_root, replace, on_replicate)
+    argv = python_command(f'time_linears({preset!r}, {dtype!r}, {rows}, {threads})', 'speed')
+    return compare_within(policy, argv, out_root, replace, on_replicate)
 
 # %% ../nbs/21_speed.ipynb #300078f9
 class ContiguousKVCache:
@@ -482,14 +488,15 @@ def time_attention(
 ) -> dict:  # `a` and `b`: median seconds of a step of the engine, and of the loop; attention's share of the engine's; shares of the roof
     "What a bench process prints: decode steps of both, in turns"
     engine = LLM(model, dtype=dtype, threads=threads, max_num_seqs=num_seqs).engine
-    config, start, started = engine.model_config, context - num_steps // 2, set()
+    model, config, start, started = engine.model, engine.model_config, context - num_steps // 2, set()
     params = SamplingParams(max_tokens=2 * num_steps + 64, temperature=0, ignore_eos=True)
     for i, r in enumerate(Workload(num_seqs, (start, start), vocab_size=256).requests()): engine.add(str(i), r['prompt_token_ids'], params)
     while len(started) < num_seqs: started |= {o.request_id for o in engine.step() if o.token_ids}
-    contiguous, last, positions = ContiguousKVCache(config, num_seqs, context + num_steps), torch.zeros(num_seqs, dtype=torch.int64), iter(range(start, context + num_steps))
+    contiguous, positions = ContiguousKVCache(config, num_seqs, context + num_steps), iter(range(start, context + num_steps))
+    last = torch.zeros(num_seqs, dtype=torch.int64)
     def loop():
         contiguous.begin(position := next(positions))
-        with torch.inference_mode(): last[:] = engine.model.logits(engine.model.hidden(last, torch.full_like(last, position), contiguous)).argmax(-1)
+        with torch.inference_mode(): last[:] = model.logits(model.hidden(last, torch.full_like(last, position), contiguous)).argmax(-1)
     steps, times = dict(a=engine.step, b=loop), dict(a=[], b=[], attention=[])
     rows = [torch.ones(num_seqs, n, config.head_dim) for n in (config.n_head, config.n_kv_head, config.n_kv_head)]
     def timed(side, run):
@@ -505,12 +512,15 @@ def time_attention(
     return dict(a=median['a'], b=median['b'], attention_share=median['attention'] / median['a'], roof_share=least / median['a'],
                 attention_roof_share=kv_s / median['attention'])
 
-def bench_attention(model, out_root='bench_records', name=None, threads=None, replicates=6, dtype='fp32', replace=False, on_replicate=None) -> dict:
-    "A step of the engine with 8 sequences at 512 tokens (A), a plain loop over keys and values in one piece (B), and attention's share of the step"
+def bench_attention(
+    model, out_root='bench_records', name=None, threads=None, replicates=6, dtype='fp32', replace=False, on_replicate=None,
+) -> dict:
+    "A step of the engine with 8 sequences at 512 tokens (A), a plain loop over keys and values in one piece (B); attention's share of A"
     threads = threads or torch.get_num_threads()
     question = f'What do blocks and decisions cost a step of 8 × 512 tokens, {model} in {dtype}?'
     policy = Policy(name or record_name('attention', model, dtype), question, replicates=replicates, warmups=0, threads=threads)
-    return compare_within(policy, python_command(f'time_attention({str(model)!r}, {dtype!r}, {threads})', 'speed'), out_root, replace, on_replicate)
+    argv = python_command(f'time_attention({str(model)!r}, {dtype!r}, {threads})', 'speed')
+    return compare_within(policy, argv, out_root, replace, on_replicate)
 
 # %% ../nbs/21_speed.ipynb #501b4bab
 def anonymous_mb(pid: int) -> float:
@@ -546,12 +556,13 @@ def time_load(
         seconds = time.perf_counter() - start
         errors.seek(0)
         if process.returncode: raise ReplicateFailed(f'exit code {process.returncode}; stderr ends: {errors.read().strip()[-500:]}')
-    return dict(seconds=seconds, work=dict(peak_anonymous_mb=round(peak), weights_mb=round(weights_mb), peak_over_weights=round(peak / weights_mb, 3)))
+    work = dict(peak_anonymous_mb=round(peak), weights_mb=round(weights_mb), peak_over_weights=round(peak / weights_mb, 3))
+    return dict(seconds=seconds, work=work)
 
 def bench_load(model, out_root='bench_records', name=None, threads=None, replicates=6, dtype='fp32', on_replicate=None) -> dict:
     "From the start of a process to its first token: kernels compiled by an earlier run (A), and none (B)"
-    threads = threads or torch.get_num_threads()
-    policy = Policy(name or record_name('load', model, dtype), f'How long until {model} in {dtype} says its first token?', replicates=replicates, threads=threads)
+    threads, question = threads or torch.get_num_threads(), f'How long until {model} in {dtype} says its first token?'
+    policy = Policy(name or record_name('load', model, dtype), question, replicates=replicates, threads=threads)
     with tempfile.TemporaryDirectory() as cache:  # filled by A's warm-up
         a, b = (python_command(f'time_load({str(model)!r}, {dtype!r}, {threads}, {folder!r})', 'speed') for folder in (cache, None))
         return asdict(compare(policy, a, b, Path(out_root)/policy.name, on_replicate))
@@ -603,9 +614,9 @@ def bench_speculate(
 # %% ../nbs/21_speed.ipynb #c35d8f04
 def text_windows(token_ids: list[int], max_seq_len: int, num_windows: int) -> list[list[int]]:
     "The first windows of a text, of 512 tokens or a context; raises `ValueError` if there are fewer than 5"
-    size = min(512, max_seq_len - 1)
-    windows = [token_ids[i:i + size] for i in range(0, len(token_ids) - size + 1, size)][:num_windows]
-    if len(windows) < 5: raise ValueError(f'{len(windows)} windows of {size} tokens must be at least 5; the text has {len(token_ids)} tokens')
+    size, n = min(512, max_seq_len - 1), len(token_ids)
+    windows = [token_ids[i:i + size] for i in range(0, n - size + 1, size)][:num_windows]
+    if len(windows) < 5: raise ValueError(f'{len(windows)} windows of {size} tokens must be at least 5; the text has {n} tokens')
     return windows
 
 def text_perplexity(model: str, dtype: str, threads: int, text: str, num_windows: int) -> dict:  # `perplexities`, of each window
@@ -628,10 +639,12 @@ def bench_quality(model, text, out_root='bench_records', name=None, threads=None
         of[dtype] = run_once(argv, threads, policy.seed, policy.timeout_s, dtype)['result']['perplexities']
         if on_replicate: on_replicate(dict(dtype=dtype))
     whole, summary = {dtype: statistics.geometric_mean(values) for dtype, values in of.items()}, {}
+    raw = [dict(dtype=dtype, window=i, value=value) for dtype, values in of.items() for i, value in enumerate(values)]
     for dtype, values in of.items():
         _, low, high = bootstrap_ratio(values, of['fp32'], policy.seed, policy.resamples, policy.confidence)
-        summary[dtype] = dict(perplexity=whole[dtype], ratio=whole[dtype] / whole['fp32'], low=low, high=high, verdict=verdict(low, high, True, 0.005))
-    record(name, out_root, policy=policy, raw=[dict(dtype=d, window=i, value=v) for d in of for i, v in enumerate(of[d])], summary=summary, replace=replace)
+        said = verdict(low, high, policy.lower_is_better, policy.min_effect)
+        summary[dtype] = dict(perplexity=whole[dtype], ratio=whole[dtype] / whole['fp32'], low=low, high=high, verdict=said)
+    record(name, out_root, policy=policy, raw=raw, summary=summary, replace=replace)
     return summary
 
 def speed_benches() -> dict:  # Name → function
