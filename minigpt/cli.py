@@ -344,7 +344,7 @@ def run_bench(args: argparse.Namespace) -> int:
     options = dict(out_root=args.out, replace=args.replace or None, threads=args.threads, name=args.record,
                    replicates=args.replicates, a=args.a, b=args.b, text=args.text, shared=args.shared,
                    model=args.model, gguf=args.gguf, peer=args.peer, preset=args.preset, dtype=args.dtype, kv_dtype=args.kv_dtype,
-                   workload=args.workload, rounds=args.rounds, speculate=args.speculate)
+                   workload=args.workload, rounds=args.rounds, rows=args.rows, speculate=args.speculate)
     options = {k: v for k, v in options.items() if v is not None}
     if args.preset not in (None, *PRESETS): raise UsageError(f"unknown preset {args.preset!r}; known are {', '.join(PRESETS)}")
     for name in options.keys() - takes.keys(): raise UsageError(f"bench {args.name} takes no --{name.replace('_', '-')}")
@@ -543,6 +543,7 @@ def make_parser(command: str | None = None) -> Parser:  # Whose own flags are ne
     p.add_argument('--kv-dtype', metavar='D', help='for decode, prefill and compare: how ours keeps keys and values')
     p.add_argument('--workload', metavar='FILE', help='for compare: requests to ask instead of 32 ragged ones, as `Workload.save` wrote them')
     p.add_argument('--rounds', type=int, metavar='N', help='for decode, prefill and compare: how often each process is asked (default 2)')
+    p.add_argument('--rows', type=int, metavar='N', help='for linears: tokens in the batch (default 1)')
     p.add_argument('--speculate', type=int, metavar='N', help='for speculate: the longest draft')
     p.add_argument('--gguf', metavar='FILE', help='for bits, decode, prefill and compare: the same model, for peers that read GGUF')
     p.add_argument('--peer', action='append', metavar='NAME=PYTHON[,FILE]', help='for bits, decode, prefill and compare: where an engine lives, and what it shall read instead; may be repeated')

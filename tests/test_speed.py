@@ -634,7 +634,7 @@ def test_the_parts_by_command(model, tmp_path, monkeypatch, capsys, text):
         assert command(tmp_path, *words) == 0
         return json.loads(capsys.readouterr().out)
     verdicts = {'gain', 'loss', 'no gain'}
-    for name, words, others in (('linears', ('--preset', 'nano', '--dtype', 'int4'), {'roof_share', *ROOFS}),
+    for name, words, others in (('linears', ('--preset', 'nano', '--dtype', 'int4', '--rows', '3'), {'roof_share', *ROOFS}),
                                 ('attention', ('--model', model), {'attention_share', 'roof_share', 'attention_roof_share'}), ('load', ('--model', model), set())):
         found = said(name, *words)
         assert found['verdict'] in verdicts and found['pairs'] == 5 and others <= set(found) and all(found[k] > 0 for k in ('a', 'b', *others))
@@ -643,7 +643,7 @@ def test_the_parts_by_command(model, tmp_path, monkeypatch, capsys, text):
     assert list(found) == ['repeats', 'varies'] and all(f['metric'] == 'tokens_per_s' and f['pairs'] == 5 and 0 <= f['rejected_share'] < 1 for f in found.values())
     found = said('quality', '--model', model, '--text', text)
     assert list(found) == ['fp32', 'int8', 'int4'] and found['fp32']['ratio'] == 1.0 and found['fp32']['verdict'] == 'no gain'
-    assert sorted(p.name for p in tmp_path.iterdir()) == ['attention-run-fp32', 'linears-nano-int4-1', 'load-run-fp32', 'quality-run', 'speculate-run-fp32-repeats', 'speculate-run-fp32-varies']
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['attention-run-fp32', 'linears-nano-int4-3', 'load-run-fp32', 'quality-run', 'speculate-run-fp32-repeats', 'speculate-run-fp32-varies']
 
 def test_help_names_all_benches(capsys):
     from minigpt.bench import benches
